@@ -1,0 +1,207 @@
+"""The command line: compose the configuration, type it, refuse it, or run its recipe.
+
+Exit codes: 0 done; 1 a fault of ours, or an override that Hydra refuses; 2 refused by us; 75 interrupted, can
+be resumed. In a sweep a job that is refused or fails ends itself only; the sweep then ends with 2 if all
+failures are refusals, else 1. Hydra stays in here and in overrides.py: recipes get a typed `Config`. Nothing
+imports torch before the recipe does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from olmo_rl.config import Config, Recipe, register
+from olmo_rl.manual import manual
+from olmo_rl.overrides import explain_typos, group_choices, keep_text
+from olmo_rl.refusals import refusals, run_files
+from olmo_rl.types import Refusal
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 75
+SIGNALLED = 128  # exit codes above it: a signal ended the job
+
+
+def main() -> None:
+    """`python train.py` and `olmo-rl`."""
+    arguments = sys.argv[1:]
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        print(manual(group_choices(conf_directory())))
+        return
+    sys.exit(run(arguments))
+
+
+def conf_directory() -> Path:
+    """conf/ of a clone, or of the installed package."""
+    clone = Path(__file__).resolve().parent.parent / "conf"
+    return clone if (clone / "train.yaml").is_file() else Path(__file__).resolve().parent / "conf"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the job, or the jobs of a sweep, that the arguments ask for; the exit code."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    added = [argument for argument in arguments if argument.startswith("+")]
+    # Hydra lets + add what no schema has; a directory of the user's own may bring groups that we do not know.
+    if "--config-dir" not in arguments and (typos := _typos(added)):
+        _say(typos)
+        return FAILED
+    register()
+    jobs = Jobs(parent=os.getpid())
+    typed = keep_text(arguments)
+    if launched_rank() > 0:  # one rank writes the run directory's records, the others would write them again
+        typed += ["hydra.output_subdir=null", "hydra/job_logging=none"]
+    entry = hydra.main(config_path=str(conf_directory()), config_name="train", version_base="1.3")(jobs.run)
+    full_trace = os.environ.get("HYDRA_FULL_ERROR")
+    program, before = sys.argv[0], sys.argv
+    try:
+        sys.argv = [program, *typed]
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing and exiting
+        entry()
+    except (HydraException, OmegaConfBaseException) as error:
+        if full_trace == "1":
+            raise
+        _explain(error, arguments)
+        return FAILED
+    except SystemExit as end:
+        # argparse ends with 2 for an unknown flag, which is no refusal of ours
+        return FAILED if end.code == REFUSED and not jobs.codes else cast(int, end.code or 0)
+    finally:
+        sys.argv = before
+        if full_trace is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_trace
+    return jobs.exit_code()
+
+
+def launched_rank() -> int:
+    """This process's rank where torchrun or srun started it, else 0."""
+    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def launched_world() -> int:
+    """The ranks that torchrun or srun started, else 1."""
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class Jobs:
+    """The jobs of this command: what Hydra calls for each, and how each ended.
+
+    A launcher may run jobs in other processes; there a failure ends the process, so that a scheduler sees it.
+    """
+
+    parent: int
+    codes: list[int] = field(default_factory=list)
+
+    def run(self, values: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        hydra = HydraConfig.get()
+        name = f"job {hydra.job.num}: " if hydra.mode is RunMode.MULTIRUN else ""
+        code = attempt(lambda: execute(values, parent=self.parent), name=name)
+        self.codes.append(code)
+        if code and os.getpid() != self.parent:
+            raise SystemExit(code)
+
+    def exit_code(self) -> int:
+        """That of all failures where they agree, else 1; a sweep says how many there were."""
+        failures = [code for code in self.codes if code]
+        if len(self.codes) > 1 and failures:
+            refused = failures.count(REFUSED)
+            _say([f"sweep: {len(self.codes)} jobs, {refused} refused, {len(failures) - refused} failed"])
+        if not failures:
+            return 0
+        return failures[0] if len(set(failures)) == 1 else FAILED
+
+
+def attempt(job: Callable[[], None], *, name: str) -> int:
+    """Run one job and tell why it failed; its exit code. An interruption ends the whole sweep."""
+    try:
+        job()
+    except Refusal as refusal:
+        if launched_rank() == 0:
+            count = f"{len(refusal.reasons)} reasons" if len(refusal.reasons) > 1 else "one reason"
+            _say([f"{name}refused, {count}:", *(f"  {reason}" for reason in refusal.reasons)])
+        return REFUSED
+    except SystemExit as end:
+        code = cast(int, end.code or 0)
+        if code == INTERRUPTED or code > SIGNALLED:
+            raise
+        return code
+    except Exception:  # the outermost frame of a job: it is told in full, and the other jobs of a sweep go on
+        traceback.print_exc()
+        return FAILED
+    return 0
+
+
+def execute(values: DictConfig, *, parent: int) -> None:
+    """One job: the typed configuration, its refusals, its recipe."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    hydra = HydraConfig.get()
+    if hydra.mode is RunMode.MULTIRUN and launched_world() > 1 and os.getpid() == parent:
+        raise Refusal(
+            f"a sweep under a launcher of {launched_world()} ranks: start it without torchrun or srun, it "
+            "starts the ranks of each job itself, or choose hydra/launcher=submitit_slurm"
+        )
+    config = typed_config(values, run_dir=hydra.runtime.output_dir)
+    if config.recipe is not Recipe.validate:  # which refuses what it reads in the same breath
+        # Rank 0 looks at the run directory: it may be writing there when another rank gets here.
+        reasons = refusals(config if launched_rank() == 0 else replace(config, run_dir=""))
+        if reasons:
+            raise Refusal(reasons)
+    if config.overwrite and launched_rank() == 0:
+        clear(config)
+    importlib.import_module(f"recipes.{config.recipe.value}").run(config)
+
+
+def typed_config(values: DictConfig, *, run_dir: str) -> Config:
+    """Plain dataclasses from Hydra's container; the run directory filled in."""
+    from omegaconf import OmegaConf
+
+    config = cast(Config, OmegaConf.to_object(values))
+    if config.run_dir:
+        raise Refusal(f"run_dir={config.run_dir}: it follows from the run's name; set run_name")
+    return replace(config, run_dir=run_dir)
+
+
+def clear(config: Config) -> None:
+    """Remove what an earlier run of this recipe left in the run directory."""
+    for path in run_files(config):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _explain(error: Exception, arguments: Sequence[str]) -> None:
+    """Hydra's refusal of an override in our words where it is a typo, else in Hydra's."""
+    lines = _typos(arguments)
+    if not lines:
+        parts: list[Any] = [getattr(error, "override", None), error, error.__cause__]
+        texts = [str(part) for part in parts if part is not None]
+        lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    _say(lines)
+
+
+def _typos(arguments: Sequence[str]) -> list[str]:
+    return explain_typos(arguments, groups=group_choices(conf_directory()))
+
+
+def _say(lines: Sequence[str]) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)

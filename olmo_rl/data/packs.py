@@ -1,0 +1,205 @@
+"""Tensors of packs. Owns the one table of per-token fields that drives concatenation, padding, alignment and moves.
+
+Shapes: T tokens of a pack, D documents, L routed layers, K experts per token. A pack is one row; there is no batch axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from olmo_rl.types import PackPlan, Sample
+
+
+class PadRule(Enum):
+    """What a pad row holds: `repeat` the pack's own rows from the start, or a constant."""
+
+    repeat = "repeat"
+    false = "false"
+    zero = "zero"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenField:
+    """One per-token array of a pack: how it is read from a sample, its dtype, what pads hold."""
+
+    name: str
+    dtype: torch.dtype
+    pad: PadRule
+    read: Callable[[Sample], NDArray[np.generic]]
+
+
+def _known(values: NDArray[np.float32] | None, sample: Sample) -> NDArray[np.float32]:
+    """Log-probs with every slot outside the loss set to 0, so that a NaN there cannot travel."""
+    if values is None:
+        return np.zeros(len(sample), dtype=np.float32)
+    return np.where(sample.scored, values, np.float32(0)).astype(np.float32)
+
+
+def _advantage(sample: Sample) -> NDArray[np.float32]:
+    value = 0.0 if sample.advantage is None else sample.advantage
+    return np.full(len(sample), value, dtype=np.float32)
+
+
+TOKEN_FIELDS: tuple[TokenField, ...] = (
+    TokenField(name="tokens", dtype=torch.int64, pad=PadRule.repeat, read=lambda s: s.tokens),
+    TokenField(
+        name="positions",
+        dtype=torch.int64,
+        pad=PadRule.repeat,
+        read=lambda s: np.arange(len(s), dtype=np.int64),
+    ),
+    TokenField(name="response_mask", dtype=torch.bool, pad=PadRule.false, read=lambda s: s.response_mask),
+    TokenField(name="loss_mask", dtype=torch.bool, pad=PadRule.false, read=lambda s: s.scored),
+    TokenField(
+        name="behavior_logprobs",
+        dtype=torch.float32,
+        pad=PadRule.zero,
+        read=lambda s: _known(s.behavior_logprobs, s),
+    ),
+    TokenField(
+        name="ref_logprobs", dtype=torch.float32, pad=PadRule.zero, read=lambda s: _known(s.ref_logprobs, s)
+    ),
+    TokenField(name="advantages", dtype=torch.float32, pad=PadRule.zero, read=_advantage),
+)
+
+
+class RouteMode(Enum):
+    """Where a router takes its expert ids from: its own top-k, the pack's recorded routes, or top-k that it records."""
+
+    live = "live"
+    replay = "replay"
+    record = "record"
+
+
+@dataclass(kw_only=True, slots=True)
+class RouteTrace:
+    """What routers report about one forward, keyed by global layer id. Written by assignment, so a recomputed block
+    overwrites its entry with the same value. `ids` [T, K] int64 (mode record), `overlap` scalar: mean share of
+    replayed ids that live top-k would also have chosen, over real tokens; `counts` int64 [num_experts]: assignments
+    seen by the dispatcher, this rank's tokens only, pads included.
+    """
+
+    ids: dict[int, Tensor] = field(default_factory=dict)
+    overlap: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackContext:
+    """What a forward needs beside tokens. It is an ARGUMENT of the forward, so recomputation sees the same object.
+
+    `positions` int64 [T] restart per document; `cu_seqlens` int32 [D+1] on the device, strictly increasing from 0,
+    last entry T; `boundaries` the same numbers on the host; `routes[layer]` int64 [T, K] by global layer id, present
+    exactly when `mode` is replay; `real_tokens`: rows from here on are pads.
+    """
+
+    positions: Tensor
+    cu_seqlens: Tensor
+    boundaries: tuple[int, ...]
+    max_seqlen: int
+    real_tokens: int
+    mode: RouteMode = RouteMode.live
+    routes: Mapping[int, Tensor] | None = None
+    trace: RouteTrace | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.mode is RouteMode.replay) == (self.routes is not None), (
+            "routes are given exactly under replay"
+        )
+        assert self.boundaries[0] == 0, "boundaries start at 0"
+        assert all(a < b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)), (
+            "documents are never empty"
+        )
+        assert self.boundaries[-1] == self.positions.shape[0], "the last boundary is the number of rows"
+
+
+@dataclass(kw_only=True, slots=True)
+class Pack:
+    """One forward: per-token tensors by field name (`pack["tokens"]`, [T]), boundaries, and routes [T, L, K] or None.
+
+    `ids[d]` is the sample of document d, `document_ids` int64 [T] its index per token. Pads, where there are any, form
+    documents after `len(ids)`.
+    """
+
+    ids: tuple[str, ...]
+    fields: dict[str, Tensor]
+    document_ids: Tensor
+    cu_seqlens: Tensor
+    boundaries: tuple[int, ...]
+    real_tokens: int
+    routes: Tensor | None
+    routed_layers: tuple[int, ...]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    def __len__(self) -> int:
+        return self.boundaries[-1]
+
+    def to(self, device: torch.device) -> Pack:
+        """The pack on `device`: the one place where a pack moves."""
+        return Pack(
+            ids=self.ids,
+            fields={name: tensor.to(device, non_blocking=True) for name, tensor in self.fields.items()},
+            document_ids=self.document_ids.to(device, non_blocking=True),
+            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
+            boundaries=self.boundaries,
+            real_tokens=self.real_tokens,
+            routes=None if self.routes is None else self.routes.to(device, non_blocking=True),
+            routed_layers=self.routed_layers,
+        )
+
+    def context(self, *, mode: RouteMode, trace: RouteTrace | None = None) -> PackContext:
+        """The boundaries, positions and (under replay) routes of this pack's forward."""
+        routes = None
+        if mode is RouteMode.replay:
+            assert self.routes is not None, "replay needs recorded routes"
+            routes = {layer: self.routes[:, i] for i, layer in enumerate(self.routed_layers)}
+        return PackContext(
+            positions=self["positions"],
+            cu_seqlens=self.cu_seqlens,
+            boundaries=self.boundaries,
+            max_seqlen=max(b - a for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)),
+            real_tokens=self.real_tokens,
+            mode=mode,
+            routes=routes,
+            trace=trace,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Normalisers:
+    """Global denominators of one optimizer step, over all packs of all ranks: scored tokens, and responses with at
+    least one scored token.
+    """
+
+    tokens: int
+    responses: int
+
+
+@dataclass(kw_only=True, slots=True)
+class PackedBatch:
+    """One optimizer step as one rank sees it: its column of packs, the global denominators and the plan.
+
+    `samples` are all samples of the step in order of arrival, on every rank. No packs means that nothing in this
+    step could train: every rank skips it alike. `collection` is set on the first step of a collection: all its steps,
+    this one included. `anchors[i]` are log-probs [S] of the scored slots of pack i, where a scoring pass of its own
+    computed them. `facts` are metrics that every rank knows alike.
+    """
+
+    packs: list[Pack]
+    normalisers: Normalisers
+    plan: PackPlan | None
+    samples: list[Sample]
+    budget: int
+    facts: dict[str, float] = field(default_factory=dict)
+    collection: tuple[PackedBatch, ...] = ()
+    steps_in_collection: int = 1
+    anchors: list[Tensor] | None = None

@@ -1,0 +1,128 @@
+"""What a run would refuse in its files, its task and its tokenizer, found before it starts. No torch.
+
+`Findings` collects instead of raising, so that everything is told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from olmo_rl.config import Config
+from olmo_rl.data.files import check_layout, collection_paths, read_collection
+from olmo_rl.data.tasks import build_task, load_tokenizer
+from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
+from olmo_rl.types import Collection, Refusal, Topology
+
+_PROMPTS = 64  # training prompts whose length is looked at
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True)
+class Findings:
+    """What was refused, and what the files hold."""
+
+    reasons: list[str] = field(default_factory=list)
+    files: int = 0
+    samples: int = 0
+    longest: int = 0
+    updates: int = 0
+    most_updates: int = 0  # of one file
+    notes: list[str] = field(default_factory=list)
+
+    def collect(self, job: Callable[[], T]) -> T | None:
+        """What `job` returns; None where it is refused, and why goes to `reasons`."""
+        try:
+            return job()
+        except Refusal as refusal:
+            self.reasons.extend(refusal.reasons)
+            return None
+
+
+def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
+    """Read every collection as training would; `plan` also forms its packs, which needs a sound topology."""
+    path = config.rollouts.path
+    if config.generates or path is None:
+        return
+    for file in findings.collect(lambda: collection_paths(path)) or []:
+        collection = findings.collect(partial(_read, file, config=config))
+        if collection is None:
+            continue
+        findings.files += 1
+        findings.samples += len(collection.samples)
+        findings.longest = max(findings.longest, int(collection.lengths.max()))
+        findings.notes.extend(collection.notes)
+        if plan:
+            updates = findings.collect(partial(_plan, collection, config=config)) or 0
+            findings.updates += updates
+            findings.most_updates = max(findings.most_updates, updates)
+
+
+def look_into_task(config: Config, findings: Findings) -> None:
+    """Build the task and the tokenizer where the run needs them; they must fit the model."""
+    if not (config.generates or config.warm_start.steps > 0):
+        return
+    model = config.model
+    tokenizer = findings.collect(lambda: load_tokenizer(model.tokenizer))
+    task = findings.collect(lambda: build_task(config.task, seed=config.seed))
+    if tokenizer is None or task is None:
+        return
+    if tokenizer.vocab_size > model.vocab_size:
+        findings.reasons.append(
+            f"model.tokenizer={model.tokenizer} has {tokenizer.vocab_size} ids, the embedding fewer rows: "
+            f"raise model.vocab_size={model.vocab_size}"
+        )
+    problems = findings.collect(
+        lambda: [*task.problems(_PROMPTS, seed=config.seed), *task.held_out(config.task.eval_problems)]
+    )
+    lengths = [(len(tokenizer.encode(problem.prompt)), problem.id) for problem in problems or []]
+    longest, id = max(lengths, default=(0, ""))
+    if config.generates and longest + config.rollouts.max_new_tokens > model.max_seq_len:
+        findings.reasons.append(
+            f"problem {id!r} has a prompt of {longest} tokens, with rollouts.max_new_tokens="
+            f"{config.rollouts.max_new_tokens} more than model.max_seq_len={model.max_seq_len}: raise the "
+            "latter, or lower the former"
+        )
+
+
+def _read(file: Path, *, config: Config) -> Collection:
+    """One collection; routes, token ids and reference log-probs must fit the configuration."""
+    model, replay = config.model, config.replay
+    collection = read_collection(
+        file,
+        require_routes=replay,
+        layout=model.expert_layout,
+        vocab_size=model.vocab_size,
+        num_layers=len(model.layer_types),
+    )
+    check_layout(collection, expected=model.expert_layout, replay=replay)
+    missing = [sample.id for sample in collection.samples if sample.ref_logprobs is None]
+    if config.loss.kl_coef > 0 and missing:
+        raise Refusal(
+            f"{file}: sample {missing[0]!r} has no ref_logprobs ({len(missing)} such samples), which "
+            f"loss.kl_coef={config.loss.kl_coef} needs: record them, or set loss.kl_coef=0"
+        )
+    return collection
+
+
+def _plan(collection: Collection, *, config: Config) -> int:
+    """Complete updates of one collection, each packed in order, so that what does not fit is named."""
+    topology, where = Topology(config.world_size, config.ep_degree), collection.source
+    lengths = collection.lengths
+    blocks, _ = cut_into_steps(
+        len(lengths),
+        samples_per_step=config.batch.samples_per_step,
+        world_size=topology.world_size,
+        source=where,
+    )
+    for block in blocks:
+        ids = [collection.samples[i].id for i in block]
+        if config.packed:
+            plan_step(lengths[block], budget=config.budget, topology=topology, ids=ids, source=where)
+        else:
+            unpacked_plan(lengths[block], topology=topology, ids=ids, source=where)
+    return len(blocks)

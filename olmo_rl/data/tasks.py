@@ -1,0 +1,393 @@
+"""Problems with verifiers. No torch here.
+
+A task draws training problems by seed, holds others out, and judges responses. A held-out problem is the same
+in every run, whatever the seed, and is never a training problem.
+
+A reward is a finite number, or NaN where a verifier says that it cannot judge: such samples are counted and
+not trained (`advantages`). An exception inside a verifier is not hidden: it ends the run, naming the problem.
+
+Refuses: unknown datasets, parameters and functions, files that are missing or malformed (by line), more
+held-out problems than there are, rewards that are no number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import math
+import numbers
+import re
+import tokenize
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from olmo_rl.config import TaskConfig, TaskKind
+from olmo_rl.data.tokenizers import Tokenizer as Tokenizer
+from olmo_rl.data.tokenizers import load_tokenizer as load_tokenizer
+from olmo_rl.types import Refusal
+
+# One problem in so many is held out where problems can be told apart by a hash.
+HELD_OUT_EVERY = 10
+# Draws of held-out problems use this seed, whatever the run's.
+HELD_OUT_SEED = 1_000_003
+MAX_DIGITS = 6
+# A generated dataset that gives nothing new this many times in a row is exhausted.
+PATIENCE = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A prompt and what is known about its answer. `entry` is what the dataset needs to verify responses."""
+
+    id: str
+    prompt: str
+    reference: str | None
+    entry: Mapping[str, Any] | None = None
+
+    @property
+    def answer(self) -> str:
+        """The reference answer, for demonstrations."""
+        if self.reference is None:
+            raise Refusal(
+                f"problem {self.id}: its dataset verifies answers but gives none, so nothing can be "
+                "demonstrated: set warm_start.steps=0, or choose another task.name"
+            )
+        return self.reference
+
+
+class Task(Protocol):
+    """Where prompts come from and what responses are worth. Equal arguments give equal problems."""
+
+    def problems(self, count: int, *, seed: int) -> list[Problem]:
+        """`count` training problems, different ones until they run out."""
+        ...
+
+    def held_out(self, count: int) -> list[Problem]:
+        """The same `count` different problems in every run; none of them is ever a training problem."""
+        ...
+
+    def reward(self, problem: Problem, response: str) -> float:
+        """What a response is worth: finite, or NaN where the verifier cannot judge."""
+        ...
+
+
+def build_task(config: TaskConfig, *, seed: int) -> Task:
+    """The task that `config` describes; `seed` shifts which training problems its draws give."""
+    match config.kind:
+        case TaskKind.addition:
+            return AdditionTask(config, seed=seed)
+        case TaskKind.reasoning_gym:
+            return GymTask(config, seed=seed)
+        case TaskKind.jsonl:
+            return JsonlTask(config, seed=seed)
+
+
+def is_held_out(key: str) -> bool:
+    """Whether the problem behind `key` is held out: one in `HELD_OUT_EVERY`, by its SHA-256."""
+    digest = hashlib.sha256(key.encode("utf-8")).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_EVERY == 0
+
+
+def _refuse_unknown(names: Sequence[str], *, known: Sequence[str], where: str) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise Refusal([f"{where}: unknown {name!r}{_nearest(name, known)}" for name in unknown])
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f", the nearest known name is {near[0]!r}" if near else ""
+
+
+def _exact(response: str, answer: str) -> float:
+    """1 where the response is the answer, spaces around it aside; else 0."""
+    return float(response.strip() == answer.strip())
+
+
+def _rounds(count: int, *, draw: Callable[[int, int], list[Problem]], where: str) -> list[Problem]:
+    """`count` problems from `draw(missing, round)`: each round gives different ones until they run out."""
+    drawn: list[Problem] = []
+    for round in itertools.count():
+        if len(drawn) >= count:
+            break
+        part = draw(count - len(drawn), round)
+        if not part:
+            raise Refusal(f"{where}: no problem is left for training, all of them are held out")
+        drawn += part
+    return drawn
+
+
+def _take_held_out(found: list[Problem], *, count: int, where: str) -> list[Problem]:
+    if len(found) < count:
+        raise Refusal(
+            f"task.eval_problems={count}: {where} has {len(found)} held-out problems: "
+            f"set task.eval_problems={len(found)} or less, or bring more problems"
+        )
+    return found[:count]
+
+
+class AdditionTask:
+    """Sums of two numbers with `digits` digits each: `12+34=` -> `46`. Pairs are held out in both orders."""
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        _refuse_unknown(list(config.parameters), known=["digits"], where="task.parameters of task=addition")
+        digits = config.parameters.get("digits", 2)
+        if not isinstance(digits, int) or isinstance(digits, bool) or not 1 <= digits <= MAX_DIGITS:
+            raise Refusal(f"task.parameters.digits={digits!r}: give a whole number from 1 to {MAX_DIGITS}")
+        self._low = 0 if digits == 1 else 10 ** (digits - 1)
+        self._high = 10**digits
+        self._seed = seed
+
+    def problems(self, count: int, *, seed: int) -> list[Problem]:
+        def draw(missing: int, round: int) -> list[Problem]:
+            return self._pairs(missing, held_out=False, seeds=(self._seed, seed, round))
+
+        return _rounds(count, draw=draw, where="task=addition")
+
+    def held_out(self, count: int) -> list[Problem]:
+        found = self._pairs(count, held_out=True, seeds=(HELD_OUT_SEED,))
+        return _take_held_out(found, count=count, where="task=addition")
+
+    def reward(self, problem: Problem, response: str) -> float:
+        return _exact(response, problem.answer)
+
+    def _pairs(self, count: int, *, held_out: bool, seeds: tuple[int, ...]) -> list[Problem]:
+        """Up to `count` different pairs of one side."""
+        found: dict[str, Problem] = {}
+        for a, b in self._order(np.random.default_rng(seeds)):
+            if len(found) == count:
+                break
+            if is_held_out(f"{min(a, b)}+{max(a, b)}") == held_out:
+                found[f"{a}+{b}="] = Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", reference=str(a + b))
+        return list(found.values())
+
+    def _order(self, generator: np.random.Generator) -> Iterator[tuple[int, int]]:
+        """Small spaces shuffled whole; large ones sampled without end, where a repeat is rare."""
+        span = self._high - self._low
+        if span**2 <= 10**6:
+            codes = generator.permutation(span**2)
+            yield from ((self._low + code // span, self._low + code % span) for code in codes.tolist())
+            return
+        while True:
+            a, b = generator.integers(self._low, self._high, size=2).tolist()
+            yield a, b
+
+
+# What verifiers of datasets raise on text that they cannot read: a wrong answer, not a fault.
+_UNREADABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError, RecursionError),
+    *(SyntaxError, TypeError, ValueError, tokenize.TokenError),
+)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# Some verifiers evaluate the text as Python. A fence, not a sandbox: calls other than of elementary
+# functions, dunder names, towers of powers and big factorials are wrong answers, unread.
+_UNSAFE = re.compile(
+    r"\b(?!(?:a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|Abs|erf|Rational)\b)[A-Za-z_]\w*\s*\("
+    r"|[\])]\s*\(|__|\blambda\b"
+    r"|(?:\*\*|\^)[\s(]*[\w.]+[\s)]*(?:\*\*|\^)|(?:\*\*|\^)[\s(]*\d{4}|\d{4,}\s*!|!\s*!"
+)
+
+
+class GymTask:
+    """Any dataset of reasoning-gym, by name and parameters. The prompt is the question and a line break.
+
+    A response is worth 1 where its answer (in the last `<answer>...</answer>`, else all of it; stripped) is
+    the dataset's, or one to which the dataset's own verifier gives full marks; else 0, never partial credit.
+    Held out: the first `task.eval_problems` different questions of a fixed seed; training leaves them out.
+    """
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        if config.name is None:
+            raise Refusal(
+                "task.name is not set: name a dataset of reasoning-gym, for example task.name=chain_sum"
+            )
+        # Slow to import and needed by no other task.
+        from reasoning_gym.dataset import ProceduralDataset
+        from reasoning_gym.factory import DATASETS
+
+        _refuse_unknown([config.name], known=sorted(DATASETS), where="task.name")
+        dataset, schema = DATASETS[config.name]
+        known = [field.name for field in fields(schema) if field.name not in ("seed", "size")]
+        _refuse_unknown(list(config.parameters), known=known, where=f"task.parameters of {config.name}")
+        self._config = config
+        self._seed = seed
+        self._has_judge = dataset.score_answer is not ProceduralDataset.score_answer
+        self._judge = self._dataset(seed=HELD_OUT_SEED, size=1)
+        self._reserved: list[Problem] | None = None
+
+    def problems(self, count: int, *, seed: int) -> list[Problem]:
+        reserved = {problem.prompt for problem in self._held_out_pool()}
+
+        def draw(missing: int, round: int) -> list[Problem]:
+            return self._draw(missing, seeds=(self._seed, seed, round), without=reserved)
+
+        return _rounds(count, draw=draw, where=f"task.name={self._config.name}")
+
+    def held_out(self, count: int) -> list[Problem]:
+        return _take_held_out(self._held_out_pool(), count=count, where=f"task.name={self._config.name}")
+
+    def reward(self, problem: Problem, response: str) -> float:
+        tagged = _ANSWER.findall(response)
+        answer = (tagged[-1] if tagged else response).strip()
+        if problem.reference is not None and answer == problem.reference.strip():
+            return 1.0
+        if not self._has_judge or not answer or _UNSAFE.search(answer):
+            return 0.0
+        try:
+            return float(self._judge.score_answer(answer, problem.entry) == 1.0)
+        except _UNREADABLE:
+            return 0.0
+
+    def _held_out_pool(self) -> list[Problem]:
+        if self._reserved is None:
+            self._reserved = self._draw(self._config.eval_problems, seeds=(HELD_OUT_SEED,), without=set())
+        return self._reserved
+
+    def _draw(self, count: int, *, seeds: tuple[int, ...], without: set[str]) -> list[Problem]:
+        """Up to `count` different problems; fewer where the dataset gives nothing new any more."""
+        generator = np.random.default_rng(seeds)
+        found: dict[str, Problem] = {}
+        barren = 0
+        while len(found) < count and barren < PATIENCE:
+            size = count - len(found)
+            dataset_seed = int(generator.integers(2**31))
+            dataset = self._dataset(seed=dataset_seed, size=size)
+            for index in range(size):
+                entry = dataset[index]
+                prompt = entry["question"] + "\n"
+                if prompt not in without and prompt not in found:
+                    id = f"{self._config.name}-{dataset_seed}-{index}"
+                    found[prompt] = Problem(id=id, prompt=prompt, reference=entry["answer"], entry=entry)
+            barren = barren + 1 if size == count - len(found) else 0
+        return list(found.values())
+
+    def _dataset(self, *, seed: int, size: int) -> Any:
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import create_dataset
+
+        assert self._config.name is not None
+        parameters = dict(self._config.parameters)
+        try:
+            if self._config.name == "composite":
+                parameters["datasets"] = [DatasetSpec(**row) for row in parameters.get("datasets", [])]
+            return create_dataset(self._config.name, seed=seed, size=size, **parameters)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise Refusal(f"task.parameters of {self._config.name}: {error}") from error
+
+
+class JsonlTask:
+    """Prompts and answers from a file of lines {"prompt": text, "answer": text}; other keys are left alone,
+    blank lines passed over. One prompt in `HELD_OUT_EVERY` is held out. `task.verifier` judges responses.
+    """
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        if config.path is None:
+            raise Refusal("task.path is not set: name a file of lines with prompt and answer")
+        self._seed = seed
+        self._path = config.path
+        self._verify = _resolve_verifier(config.verifier)
+        problems = _read_problems(Path(config.path))
+        self._training = [problem for problem in problems if not is_held_out(problem.prompt)]
+        self._reserved = list({p.prompt: p for p in problems if is_held_out(p.prompt)}.values())
+
+    def problems(self, count: int, *, seed: int) -> list[Problem]:
+        def draw(missing: int, round: int) -> list[Problem]:
+            order = np.random.default_rng((self._seed, seed, round)).permutation(len(self._training))
+            return [self._training[i] for i in order[:missing].tolist()]
+
+        return _rounds(count, draw=draw, where=f"task.path={self._path}")
+
+    def held_out(self, count: int) -> list[Problem]:
+        return _take_held_out(self._reserved, count=count, where=f"task.path={self._path}")
+
+    def reward(self, problem: Problem, response: str) -> float:
+        with _Naming(problem):
+            value = self._verify(response, problem.answer)
+        if not isinstance(value, numbers.Real) or math.isinf(value):
+            raise Refusal(
+                f"task.verifier returned {value!r} for problem {problem.id}: return a finite number, or NaN "
+                "where the response cannot be judged"
+            )
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """Adds the problem to an exception that passes through."""
+
+    problem: Problem
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            error.add_note(f"task.verifier failed on a response to problem {self.problem.id}")
+
+
+def _read_problems(path: Path) -> list[Problem]:
+    if not path.is_file():
+        raise Refusal(f"task.path={path}: no such file")
+    problems: list[Problem] = []
+    faults: list[str] = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            faults.append(f"{path}, line {number}: not JSON ({error})")
+            continue
+        fault = _row_fault(row)
+        if fault is not None:
+            faults.append(f"{path}, line {number}: {fault}")
+            continue
+        problems.append(Problem(id=f"line-{number}", prompt=row["prompt"], reference=row["answer"]))
+    if not problems and not faults:
+        faults = [f"{path}: no problem in it"]
+    if faults:
+        raise Refusal(faults[:20])
+    return problems
+
+
+def _row_fault(row: object) -> str | None:
+    if not isinstance(row, dict):
+        return 'not an object: write {"prompt": ..., "answer": ...}'
+    for key in ("prompt", "answer"):
+        if not isinstance(row.get(key), str):
+            return f"{key!r} is {'missing' if key not in row else 'not text: quote it'}"
+    return "'prompt' is empty" if not row["prompt"] else None
+
+
+def _resolve_verifier(verifier: Mapping[str, Any] | None) -> Callable[[str, str], Any]:
+    """The function behind `_target_` with its further arguments bound; exact match where there is none."""
+    if not verifier:
+        return _exact
+    target = verifier.get("_target_")
+    module, _, name = str(target).rpartition(".")
+    if not isinstance(target, str) or not module:
+        raise Refusal("task.verifier: give the function's import path, {_target_: package.function}")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Refusal(f"task.verifier._target_={target}: {error}") from error
+    arguments = {key: value for key, value in verifier.items() if key != "_target_"}
+    try:
+        inspect.signature(function).bind("response", "answer", **arguments)
+    except TypeError as error:
+        raise Refusal(
+            f"task.verifier._target_={target}: called (response, answer, {arguments}): {error}"
+        ) from error
+    return functools.partial(function, **arguments)

@@ -1,0 +1,81 @@
+"""Text to token ids and back: bytes for tiny models, Hugging Face tokenizers for real ones. No torch here.
+
+Refuses: tokenizers that cannot be found, or have no end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from olmo_rl.types import Refusal
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `eos_id` ends a response."""
+
+    @property
+    def eos_id(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone, no special tokens added."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """One id a UTF-8 byte, then pad, bos, eos. What is no UTF-8, or beyond the table, decodes to U+FFFD."""
+
+    pad_id: int = 256
+    bos_id: int = 257
+    eos_id: int = 258
+    vocab_size: int = 259
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        special = (self.pad_id, self.bos_id, self.eos_id)
+        # 0xFF occurs nowhere in UTF-8.
+        return bytes(min(i, 255) for i in ids if i not in special).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class HfTokenizer:
+    """A Hugging Face tokenizer behind the same calls."""
+
+    backend: Any
+    eos_id: int
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.backend.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.backend.decode(list(ids), skip_special_tokens=True))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or a Hugging Face tokenizer by directory or name."""
+    if name == "bytes":
+        return ByteTokenizer()
+    if importlib.util.find_spec("transformers") is None:
+        raise Refusal(f"model.tokenizer={name} needs transformers: pip install 'olmo_rl[hf]', or use bytes")
+    from transformers import AutoTokenizer
+
+    try:
+        backend = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise Refusal(f"model.tokenizer={name}: {str(error).splitlines()[0]}") from error
+    if backend.eos_token_id is None:
+        raise Refusal(f"model.tokenizer={name}: it has no end-of-sequence token, so no response could end")
+    return HfTokenizer(backend=backend, eos_id=int(backend.eos_token_id), vocab_size=len(backend))

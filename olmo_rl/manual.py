@@ -1,0 +1,87 @@
+"""The text of `python train.py --help`, made from the schema's documentation and the choices in conf/."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import fields, is_dataclass
+
+from olmo_rl.config import Config, Recipe
+from olmo_rl.overrides import Key, field_docs, schema_keys
+from olmo_rl.refusals.rule import as_text
+
+WIDTH = 100
+
+HEAD = """\
+olmo_rl trains Mixture-of-Experts language models with GRPO: packed rows, replayed routes.
+
+usage: python train.py [group=choice ...] [key=value ...] [flags]
+
+  python train.py +experiment=packed_moe                      learn 2-digit addition on a CPU
+  python train.py +experiment=packed_moe recipe=validate      what would be refused, all at once
+  python train.py +experiment=packed_moe trainer.max_steps=300 run_name=longer
+  python train.py +experiment=packed_moe ckpt_path=last       continue the run of that name
+  python train.py +experiment=packed_moe recipe=rollout run_name=r rollouts.collections=2
+  python train.py +experiment=packed_moe rollouts=files rollouts.path=outputs/r/rollouts run_name=t
+  python train.py recipe=plan packing=consecutive rollouts=files rollouts.path=FILE
+  python train.py -m +experiment=packed_moe packing.max_tokens=256,512
+"""
+
+FLAGS = """\
+flags
+  -m             sweep over comma-separated values, one job each
+  --cfg job      print the composed configuration and stop
+  --hydra-help   Hydra's own flags
+
+exit codes
+  0   done
+  1   a fault of ours, or an override that Hydra refuses: a typo, a wrong type, an unknown choice
+  2   refused: the configuration or the data, with reasons
+  75  interrupted, checkpoint saved; continue with ckpt_path=last
+
+A run writes outputs/<run_name>/, job n of a sweep outputs/<run_name>/<n>/.
+"""
+
+
+def manual(groups: dict[str, list[str]]) -> str:
+    """The whole text, at most WIDTH columns."""
+    docs = field_docs()
+    recipes = [_row(f"  {recipe.value}", docs["Recipe", recipe.name], column=13) for recipe in Recipe]
+    choices = [_row(f"  {group}", "  ".join(names), column=13) for group, names in groups.items()]
+    parts = [
+        HEAD,
+        "recipes (recipe=...)\n" + "\n".join(recipes) + "\n",
+        "groups (group=choice; + before experiment, sweep and debug)\n" + "\n".join(choices) + "\n",
+        "keys, with the value they have where nothing sets them\n" + "\n".join(_keys()) + "\n",
+        FLAGS,
+    ]
+    return "\n".join(parts).rstrip()
+
+
+def _keys() -> list[str]:
+    keys = schema_keys()
+    lines = [_key(key) for key in keys if "." not in key.name and key.name != "run_dir"]
+    config = Config()
+    for item in fields(config):
+        node = getattr(config, item.name)
+        if is_dataclass(node):
+            about = (type(node).__doc__ or "").splitlines()[0]
+            lines += [
+                "",
+                *textwrap.wrap(
+                    f"{item.name}: {about}", WIDTH - 2, initial_indent="  ", subsequent_indent="  "
+                ),
+            ]
+            lines += [_key(key) for key in keys if key.name.startswith(f"{item.name}.")]
+    return lines
+
+
+def _key(key: Key) -> str:
+    doc = f"{key.doc} ({' | '.join(key.choices)})" if key.choices and key.name != "recipe" else key.doc
+    return _row(f"  {key.name}={as_text(key.default)}", doc, column=43)
+
+
+def _row(left: str, right: str, *, column: int) -> str:
+    """Two columns; the right one wraps, a left one that is too wide has a line of its own."""
+    lines = textwrap.wrap(right, WIDTH - column)
+    head = [left.ljust(column) + lines[0]] if len(left) < column else [left, " " * column + lines[0]]
+    return "\n".join([*head, *(" " * column + line for line in lines[1:])])

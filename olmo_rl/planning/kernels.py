@@ -1,0 +1,74 @@
+"""Numba kernels of planning, compiled on first use and cached on disk. Without numba they run as Python.
+
+Owns no rules: every kernel has a NumPy counterpart that tests compare it with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+try:
+    import numba
+
+    HAVE_NUMBA = True
+except ImportError:
+    HAVE_NUMBA = False
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def kernel(function: F) -> F:
+    """`function` compiled by numba and cached beside its source; itself where numba is missing."""
+    return cast(F, numba.njit(cache=True, nogil=True)(function)) if HAVE_NUMBA else function
+
+
+def inlined(function: F) -> F:
+    """`function` for the inner loops of other kernels: copied into them, so that no call and no reference
+    count of its array arguments is left.
+    """
+    return cast(F, numba.njit(cache=True, nogil=True, forceinline=True)(function)) if HAVE_NUMBA else function
+
+
+@kernel
+def count_kernel(
+    routes: NDArray[np.unsignedinteger], thresholds: NDArray[np.unsignedinteger], layer_stride: int
+) -> NDArray[np.int64]:
+    """`loads.count_numpy` on C-ordered unsigned routes [rows, L, K] under contiguous ownership.
+
+    `thresholds` [E]: first expert id past each rank, the last one num_experts, in the narrowest type that
+    holds it. Returns loads int64 [E + 1, L']; its last row counts the ids out of range. Comparing whole
+    lines with thresholds needs no look-up per id, so the compiler turns it into vector instructions.
+    """
+    rows, layers, top_k = routes.shape
+    width, ranks = layers * top_k, len(thresholds)
+    kept = (layers + layer_stride - 1) // layer_stride
+    flat = routes.reshape((rows, width))
+    line = np.zeros(width, dtype=thresholds.dtype)
+    block = np.zeros((ranks, width), dtype=np.uint8)
+    above = np.zeros((ranks, width), dtype=np.int64)
+    for first in range(0, rows, 255):  # a byte counts at most 255 rows
+        block[:] = 0
+        for row in range(first, min(rows, first + 255)):
+            source = flat[row]
+            for p in range(width):
+                line[p] = min(source[p], thresholds[ranks - 1])
+            for rank in range(ranks):
+                limit, counts = thresholds[rank], block[rank]
+                for p in range(width):
+                    counts[p] += np.uint8(line[p] >= limit)
+        above += block
+    loads = np.zeros((ranks + 1, kept), dtype=np.int64)
+    for j in range(kept):
+        start = j * layer_stride * top_k
+        below = rows * top_k
+        for rank in range(ranks):
+            reached = above[rank, start : start + top_k].sum()
+            loads[rank, j] = below - reached
+            below = reached
+    # Ids of layers that the stride leaves out are checked too.
+    loads[ranks, 0] = above[ranks - 1].sum()
+    return loads

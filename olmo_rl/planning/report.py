@@ -1,0 +1,287 @@
+"""A plan as JSON, as a table and as a picture. Owns the format of plan.json and what `packs.png` shows.
+
+plan.json is byte-identical for identical input: no clock, no path, floats rounded to nine decimals. Packing
+off has no budget, so `budget` and `fill` are null there; without routes every expert field is null.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from olmo_rl.config import ScoringConfig, ScoringMode
+from olmo_rl.planning.objective import Bounds, Work, lower_bounds, measure
+from olmo_rl.types import PackPlan, Topology
+
+_TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One planned optimizer step. `before` is the work of the order of arrival, `after` that of `plan`."""
+
+    step: int
+    ids: tuple[str, ...]
+    lengths: NDArray[np.int64]
+    plan: PackPlan
+    before: Work
+    after: Work
+    bounds: Bounds
+    fill: float | None
+
+
+def describe_step(
+    plan: PackPlan,
+    *,
+    step: int,
+    ids: Sequence[str],
+    lengths: NDArray[np.int64],
+    loads: NDArray[np.int32] | None,
+    arrival: PackPlan,
+    topology: Topology,
+    budget: int | None,
+) -> Block:
+    """Measure `plan` and the `arrival` plan of the same samples. `budget` None means packing off."""
+    tokens = int(lengths.sum())
+    bounds = lower_bounds(
+        lengths=lengths, loads=loads, topology=topology, budget=budget or int(lengths.max())
+    )
+    if budget is None:
+        bounds = replace(bounds, packs_per_rank=len(ids) // topology.world_size)
+    return Block(
+        step=step,
+        ids=tuple(ids),
+        lengths=lengths,
+        plan=plan,
+        before=measure(arrival, lengths=lengths, loads=loads, topology=topology),
+        after=measure(plan, lengths=lengths, loads=loads, topology=topology),
+        bounds=bounds,
+        fill=None if budget is None else tokens / (topology.world_size * plan.packs_per_rank * budget),
+    )
+
+
+def plan_document(
+    blocks: Sequence[Block], *, topology: Topology, budget: int | None, untouched_tail: Sequence[str]
+) -> dict[str, Any]:
+    """plan.json as a dictionary: packs as sample ids, work before and after, bounds, search log."""
+    return {
+        "version": 1,
+        "topology": {"world_size": topology.world_size, "ep_degree": topology.ep_degree},
+        "budget": budget,
+        "blocks": [
+            {
+                "step": block.step,
+                "ranks": [[[block.ids[i] for i in pack] for pack in rank] for rank in block.plan.packs],
+                "packs_per_rank": block.plan.packs_per_rank,
+                "fill": _rounded(block.fill),
+                "before": {name: _rounded(value) for name, value in asdict(block.before).items()},
+                "after": {name: _rounded(value) for name, value in asdict(block.after).items()},
+                "lower_bounds": asdict(block.bounds),
+                "search": None if block.plan.search is None else asdict(block.plan.search),
+            }
+            for block in blocks
+        ],
+        "untouched_tail": list(untouched_tail),
+    }
+
+
+def _rounded(value: int | float | None) -> int | float | None:
+    return round(value, 9) if isinstance(value, float) else value
+
+
+def write_plan(
+    blocks: Sequence[Block],
+    *,
+    topology: Topology,
+    budget: int | None,
+    untouched_tail: Sequence[str],
+    path: Path,
+) -> None:
+    """Write plan.json; the name appears only when the file is complete."""
+    document = plan_document(blocks, topology=topology, budget=budget, untouched_tail=untouched_tail)
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def scoring_remark(scoring: ScoringConfig, *, steps_per_collection: int) -> str:
+    """What training will do about a scoring pass of its own."""
+    if scoring.mode is ScoringMode.always:
+        return "Scoring: standalone, a pass of its own for every update (scoring.mode=always)."
+    if steps_per_collection > 1:
+        return (
+            "Scoring: standalone, a pass of its own for every update "
+            f"({steps_per_collection} optimizer steps from one collection)."
+        )
+    again = f" and every {scoring.check_interval} updates" if scoring.check_interval else ""
+    return f"Scoring: checked at the first update of each process{again}, skipped otherwise."
+
+
+def print_report(
+    blocks: Sequence[Block],
+    *,
+    topology: Topology,
+    budget: int | None,
+    untouched_tail: Sequence[str],
+    notes: Sequence[str],
+) -> None:
+    """The table, what was left out, and notes, on the terminal (100 columns where output is a file)."""
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    packs = "packing off" if budget is None else f"packs of up to {budget:,} tokens"
+    title = f"{topology.world_size} ranks, {topology.num_replicas} x EP {topology.ep_degree}, {packs}"
+    console.print(plan_table(blocks, title=title))
+    console.print("Percentages: above the lower bound, which divides samples and may be out of reach.")
+    if untouched_tail:
+        console.print(f"Left out: {len(untouched_tail)} samples at the end of collections, no complete step.")
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def plan_table(blocks: Sequence[Block], *, title: str) -> Table:
+    """One line per step, two (arrival, planned) where anything was searched.
+
+    Samples are those of a mean pack, percentages are gaps above the lower bounds.
+    """
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    searched = any(block.plan.search is not None for block in blocks)
+    experts = any(block.after.expert_work is not None for block in blocks)
+    table.add_column("step", justify="right")
+    if searched:
+        table.add_column("order")
+    headings = ["packs", "samples", "fill", "token work", "pair work"]
+    for heading in headings + (["expert work", "skew", "worst"] if experts else []):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for block in blocks[:_TABLE_STEPS]:
+        if searched:
+            table.add_row(str(block.step), "arrival", *_cells(block, block.before, experts=experts))
+            table.add_row("", "planned", *_cells(block, block.after, experts=experts))
+        else:
+            table.add_row(str(block.step), *_cells(block, block.after, experts=experts))
+    if len(blocks) > _TABLE_STEPS:
+        table.caption = f"and {len(blocks) - _TABLE_STEPS} more steps in plan.json"
+    return table
+
+
+def _cells(block: Block, work: Work, *, experts: bool) -> list[str]:
+    ranks, packs = block.plan.world_size, work.packs_per_rank
+    fill = "-" if block.fill is None else f"{block.fill * block.plan.packs_per_rank / packs:.3f}"
+    cells = [
+        f"{ranks} x {packs}",
+        f"{len(block.ids) / (ranks * packs):.1f}",
+        fill,
+        _above(work.token_work, block.bounds.token_work),
+        _above(work.pair_work, block.bounds.pair_work),
+    ]
+    if experts and work.expert_work is not None and block.bounds.expert_work is not None:
+        cells += [
+            _above(work.expert_work, block.bounds.expert_work),
+            f"{work.skew_mean:.3f}",
+            f"{work.skew_max:.3f}",
+        ]
+    return cells
+
+
+def _above(value: int, bound: int) -> str:
+    return f"{_short(value)} +{100 * (value / bound - 1):.0f}%" if bound else _short(value)
+
+
+def _short(value: float) -> str:
+    """Three significant digits with a unit: 1234567 is 1.23M."""
+    for unit in ("", "k", "M", "G"):
+        if value < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def draw_packs(
+    plan: PackPlan,
+    *,
+    lengths: Sequence[int] | NDArray[np.int64],
+    budget: int | None,
+    path: Path,
+    title: str = "Packs of one optimizer step",
+) -> None:
+    """Draw one optimizer step: a row per rank, packs side by side, documents as bars against the budget.
+
+    All packs of a column run together. `budget` None (packing off) leaves each column as wide as its longest
+    document.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    tokens = np.asarray(lengths, dtype=np.int64)
+    widths = [
+        budget or max(int(tokens[i]) for rank in plan.packs for i in rank[column])
+        for column in range(plan.packs_per_rank)
+    ]
+    gap = sum(widths) * min(0.012, 0.15 / len(widths))
+    starts = np.concatenate([[0], np.cumsum(np.array(widths) + gap)])
+    slots, bars, values = [], [], []
+    for rank, packs in enumerate(plan.packs):
+        for column, pack in enumerate(packs):
+            left = float(starts[column])
+            slots.append(_box(left, left + widths[column], rank))
+            for position in pack:
+                right = left + int(tokens[position])
+                bars.append(_box(left, right, rank))
+                values.append(int(tokens[position]))
+                left = right
+    height = min(14.0, 1.7 + 0.32 * plan.world_size)
+    figure = Figure(figsize=(11, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    scale = Normalize(vmin=0, vmax=int(tokens.max()))
+    # Edges thin out with their number, so that short documents and narrow packs stay visible between them.
+    edge = min(0.5, 90 * plan.world_size / len(values))
+    frame = min(0.5, 40 / len(widths))
+    axes.add_collection(PolyCollection(slots, facecolors="#eeeeee", edgecolors="#999999", linewidths=frame))
+    axes.add_collection(
+        PolyCollection(
+            bars, array=np.array(values), cmap="YlGnBu", norm=scale, edgecolors="white", linewidths=edge
+        )
+    )
+    axes.set_xlim(-gap, starts[-1])
+    axes.set_ylim(plan.world_size - 0.4, -0.6)
+    every = max(1, plan.packs_per_rank // 16)
+    axes.set_xticks(
+        [float(starts[c]) + widths[c] / 2 for c in range(0, plan.packs_per_rank, every)],
+        [f"{c}" for c in range(0, plan.packs_per_rank, every)],
+    )
+    axes.set_yticks(range(0, plan.world_size, max(1, plan.world_size // 16)))
+    axes.tick_params(length=0)
+    for side in ("top", "right", "bottom", "left"):
+        axes.spines[side].set_visible(False)
+    wide = (
+        f"each box is {budget:,} tokens wide, grey is unused"
+        if budget
+        else "packing off: one document a forward"
+    )
+    axes.set(xlabel=f"pack (all ranks run one column together; {wide})", ylabel="rank")
+    shape = f"{len(tokens)} samples, {plan.packs_per_rank} packs on each of {plan.world_size} ranks"
+    fill = f", fill {tokens.sum() / (plan.world_size * sum(widths)):.3f}" if budget else ""
+    axes.set_title(f"{title}: {shape}{fill}", loc="left")
+    figure.colorbar(
+        ScalarMappable(norm=scale, cmap="YlGnBu"), ax=axes, label="tokens of a document", pad=0.01
+    )
+    temporary = path.with_name(f".{path.name}.partial")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, path)
+
+
+def _box(left: float, right: float, rank: int) -> list[tuple[float, float]]:
+    return [(left, rank - 0.4), (right, rank - 0.4), (right, rank + 0.4), (left, rank + 0.4)]

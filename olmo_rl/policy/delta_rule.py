@@ -1,0 +1,284 @@
+"""The gated delta rule of Kimi Delta Attention: the recurrence, one step, and the chunked form over a pack.
+
+Per head, with a state S [K, V] that starts at 0 in every document:
+
+    S_t = (I - b_t k_t k_t^T) Diag(exp g_t) S_(t-1) + b_t k_t v_t^T        o_t = S_t^T q_t / sqrt(K)
+
+(Kimi Linear, arXiv 2510.26692). Documents are isolated exactly: form and chunk size never depend on a pack's
+contents, and no exponential of a positive number is ever taken, however strong the decay. Refuses nothing.
+
+Shapes: T tokens of a pack, D documents, N chunks, C = 16 tokens of a chunk, H heads, K key channels, V value
+channels, B sequences of a decode batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 16  # tokens; fixed, because a size chosen from the data would couple documents
+
+
+def kda_recurrent(
+    q: Tensor, *, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Token by token, as the formula reads. q, k, g [T, H, K], v [T, H, V], beta [T, H] -> o [T, H, V] and
+    the final state of every document [D, H, K, V], in the inputs' dtype.
+    """
+    outputs, states = [], []
+    for start, stop in zip(boundaries, boundaries[1:], strict=False):
+        state = q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
+        for t in range(start, stop):
+            state = state * g[t].exp()[:, :, None]
+            read = torch.einsum("hk,hkv->hv", k[t], state)
+            state = state + torch.einsum("hk,hv->hkv", k[t], beta[t][:, None] * (v[t] - read))
+            outputs.append(torch.einsum("hk,hkv->hv", q[t], state) / math.sqrt(q.shape[2]))
+        states.append(state)
+    return torch.stack(outputs), torch.stack(states)
+
+
+def kda_step(q: Tensor, *, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """One token of every sequence, `state` [B, H, K, V] updated in place. q, k, g [B, H, K], v [B, H, V],
+    beta [B, H] -> o [B, H, V]. Reads the state once: o = (q exp g)^T S_(t-1) + (q . k) delta.
+    """
+    decay = g.exp()
+    rows = torch.stack([k * decay, q * decay], dim=2) @ state  # [B, H, 2, V]
+    delta = beta[:, :, None] * (v - rows[:, :, 0])
+    state.mul_(decay[..., None])
+    flat = state.view(-1, *state.shape[2:])
+    flat.baddbmm_(k.reshape(-1, k.shape[-1], 1), delta.reshape(-1, 1, delta.shape[-1]))
+    return (rows[:, :, 1] + (q * k).sum(-1, keepdim=True) * delta) / math.sqrt(q.shape[-1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkTable:
+    """The ragged table of chunks: `slots` int64 [T] places each token in the rows of [N x C]; `counts[c]`
+    documents have a chunk c. Chunks are ordered by their index in the document, then by document with the
+    longest first, so that step c of the recurrence is the contiguous block of `counts[c]` chunks, and its
+    documents lead those of step c-1.
+    """
+
+    slots: Tensor
+    counts: tuple[int, ...]
+
+
+def chunk_table(boundaries: Sequence[int], *, device: torch.device) -> ChunkTable:
+    """The table of one pack, from its boundaries alone."""
+    edges = np.asarray(boundaries, dtype=np.int64)
+    starts, lengths = edges[:-1], edges[1:] - edges[:-1]
+    chunks = -(-lengths // CHUNK)
+    order = np.argsort(-chunks, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    counts = np.bincount(chunks)[::-1].cumsum()[::-1][1:]  # documents with more than c chunks
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]])  # first table row of step c
+    offset = np.arange(boundaries[-1]) - np.repeat(starts, lengths)
+    slots = (first[offset // CHUNK] + np.repeat(rank, lengths)) * CHUNK + offset % CHUNK
+    return ChunkTable(slots=torch.from_numpy(slots).to(device), counts=tuple(counts.tolist()))
+
+
+def _to_chunks(x: Tensor, table: ChunkTable) -> Tensor:
+    """[T, H, X] -> [N, H, C, X], zero in the rows that no token fills."""
+    tokens, heads, width = x.shape
+    rows = x.new_zeros(sum(table.counts) * CHUNK, heads * width)
+    rows.index_copy_(0, table.slots, x.reshape(tokens, heads * width))
+    return rows.view(-1, CHUNK, heads, width).transpose(1, 2).contiguous()
+
+
+def _to_tokens(x: Tensor, table: ChunkTable) -> Tensor:
+    """[N, H, C, X] -> [T, H, X]."""
+    rows = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+    return rows.index_select(0, table.slots)
+
+
+class _Level(NamedTuple):
+    """What one halving of the chunk needs again in the backward pass: the right halves' rows and the left
+    halves' columns before they were extended, and the decay of the left and right half.
+    """
+
+    rows: Tensor  # [N, H, blocks, 2, s, K]
+    columns: Tensor  # [N, H, blocks, s, K]
+    left: Tensor  # [N, H, blocks, 1, K]
+    right: Tensor  # [N, H, blocks, 1, K]
+
+
+def _scores(rows: Tensor, columns: Tensor, decay: Tensor) -> tuple[Tensor, list[_Level], Tensor]:
+    """Products inside a chunk below the diagonal: for i > j, row_i Diag(exp(G_i - G_j)) column_j, for two
+    kinds of rows.
+
+    A chunk is split at its midpoint recursively, and a pair meets in the block whose midpoint m lies between:
+    the row carries exp(G_i - G_m), the column exp(G_m - G_j). Both are products of decays, never above 1, so
+    nothing overflows however strong the decay. `rows` [N, H, 2, C, K] must already carry the decay of their
+    own token. In place, `rows` become row_i exp(G_i), `columns` column_j exp(G_end - G_j). Returns scores
+    [N, H, 2, C, C], the levels, exp(G_end).
+    """
+    n, h, _, _, width = rows.shape
+    scores = rows.new_zeros(n, h, 2, CHUNK, CHUNK)
+    levels = []
+    total = decay
+    size = 1
+    while size < CHUNK:
+        blocks = CHUNK // (2 * size)
+        pair_rows = rows.view(n, h, 2, blocks, 2, size, width)[:, :, :, :, 1].transpose(2, 3)
+        pair_columns = columns.view(n, h, blocks, 2, size, width)[:, :, :, 0]
+        left, right = total.view(n, h, blocks, 2, 1, width).unbind(3)
+        level = _Level(rows=pair_rows.contiguous(), columns=pair_columns.contiguous(), left=left, right=right)
+        product = level.rows.view(n, h, blocks, 2 * size, width) @ level.columns.mT
+        _corners(scores, size=size).copy_(product.view(n, h, blocks, 2, size, size))
+        pair_rows.mul_(left[:, :, :, None])
+        pair_columns.mul_(right)
+        total = left * right
+        levels.append(level)
+        size *= 2
+    return scores, levels, total.view(n, h, width)
+
+
+def _corners(scores: Tensor, *, size: int) -> Tensor:
+    """View [N, H, blocks, 2, s, s] of the lower left corners of the diagonal blocks of 2 s tokens."""
+    n, h, _, _, _ = scores.shape
+    blocks = CHUNK // (2 * size)
+    corner = scores.view(n, h, 2, blocks, 2, size, blocks, 2, size)[:, :, :, :, 1, :, :, 0]
+    return corner.diagonal(dim1=3, dim2=5).permute(0, 1, 5, 2, 3, 4)
+
+
+def _scores_backward(d_scores: Tensor, d_rows: Tensor, d_columns: Tensor, levels: list[_Level]) -> None:
+    """Turn, in place, gradients with respect to the rows and columns that `_scores` leaves behind into
+    gradients with respect to those it was given. Gradients of the decays follow from them (see
+    `_ChunkedDelta.backward`).
+    """
+    n, h, _, _, width = d_rows.shape
+    for level in reversed(levels):
+        blocks, _, size = level.rows.shape[2:5]
+        d_product = _corners(d_scores, size=size).reshape(n, h, blocks, 2 * size, size)
+        pair_rows = d_rows.view(n, h, 2, blocks, 2, size, width)[:, :, :, :, 1].transpose(2, 3)
+        pair_columns = d_columns.view(n, h, blocks, 2, size, width)[:, :, :, 0]
+        pair_rows.mul_(level.left[:, :, :, None]).add_(
+            (d_product @ level.columns).view(n, h, blocks, 2, size, width)
+        )
+        pair_columns.mul_(level.right).add_(d_product.mT @ level.rows.view(n, h, blocks, 2 * size, width))
+
+
+def _steps(counts: Sequence[int]) -> list[tuple[slice, slice]]:
+    """For every step c >= 1 of the recurrence: its chunks, and its documents' chunks at step c-1."""
+    steps, start = [], 0
+    for before, count in zip(counts, counts[1:], strict=False):
+        steps.append((slice(start + before, start + before + count), slice(start, start + count)))
+        start += before
+    return steps
+
+
+def _previous(steps: list[tuple[slice, slice]], *, device: torch.device) -> Tensor:
+    """int64: for every chunk that is not the first of its document, the chunk before it."""
+    return torch.cat([torch.arange(before.start, before.stop, device=device) for _, before in steps])
+
+
+class _ChunkedDelta(torch.autograd.Function):
+    """The delta rule over a table of chunks. Inside a chunk entered with state S, with A and P the scores
+    below the diagonal of (b k) and q against k (P with its diagonal, where no decay acts):
+
+        (I + A) Z = b v - (b k exp G) S
+        o = P Z + (q exp G) S
+        S' = Diag(exp G_end) S + (k exp(G_end - G))^T Z
+
+    The gradient of G needs no term of its own: every occurrence is q_i exp(G_i), b_i k_i exp(G_i) or k_j
+    exp(-G_j), so it is the sum over these roles of value times gradient. Written out by hand because autograd
+    spends three times as long moving memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: tuple[int, ...]
+    ) -> Tensor:
+        """q, k, g [N, H, C, K], v [N, H, C, V], beta [N, H, C, 1] -> o [N, H, C, V]; q is already scaled."""
+        decay = g.exp()
+        rows = torch.stack([beta * k * decay, q * decay], dim=2)
+        columns = k.clone()
+        scores, levels, total = _scores(rows, columns, decay)
+        solve, read = scores.unbind(2)
+        read.diagonal(dim1=2, dim2=3).copy_((q * k).sum(-1))
+        values = torch.linalg.solve_triangular(solve, beta * v, upper=False, unitriangular=True)
+        later = slice(counts[0], None)
+        erase = torch.linalg.solve_triangular(
+            solve[later], -rows[later, :, 0], upper=False, unitriangular=True
+        )
+        states = v.new_empty(len(erase), v.shape[1], k.shape[3], v.shape[3])
+        for chunk, before in _steps(counts):
+            state = columns[before].mT @ values[before]
+            if before.start:
+                previous = states[before.start - counts[0] : before.stop - counts[0]]
+                state.addcmul_(total[before, :, :, None], previous)
+            here = slice(chunk.start - counts[0], chunk.stop - counts[0])
+            states[here] = state
+            values[chunk] += erase[here] @ state
+        out = read @ values
+        out[later] += rows[later, :, 1] @ states
+        ctx.counts = counts
+        flat = (x for level in levels for x in level)
+        ctx.save_for_backward(
+            q, k, v, beta, decay, rows, columns, scores, total, values, erase, states, *flat
+        )
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
+        q, k, v, beta, decay, rows, columns, scores, total, values, erase, states, *flat = ctx.saved_tensors
+        levels = [_Level(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
+        counts, later = ctx.counts, slice(ctx.counts[0], None)
+        solve, read = scores.unbind(2)
+        d_values = read.mT @ d_out
+        d_states = rows[later, :, 1].mT @ d_out[later]
+        d_columns, d_rows = torch.zeros_like(columns), torch.zeros_like(rows)
+        d_total = torch.zeros_like(total)
+        steps = _steps(counts)
+        for chunk, before in reversed(steps):
+            here = slice(chunk.start - counts[0], chunk.stop - counts[0])
+            d_state = d_states[here]
+            d_state += erase[here].mT @ d_values[chunk]
+            d_values[before] += columns[before] @ d_state
+            if before.start:
+                earlier = d_states[before.start - counts[0] : before.stop - counts[0]]
+                earlier.addcmul_(total[before, :, :, None], d_state)
+        # Z solves (I + A) Z = Y: the gradient of Y is the transposed solve, that of A its product with Z.
+        d_input = torch.linalg.solve_triangular(solve.mT, d_values, upper=True, unitriangular=True)
+        d_scores = torch.stack([d_input @ -values.mT, d_out @ values.mT], dim=2)
+        d_rows[later, :, 0] = d_input[later] @ -states.mT
+        d_rows[later, :, 1] = d_out[later] @ states.mT
+        if steps:
+            previous = _previous(steps, device=q.device)
+            d_columns[previous] = values[previous] @ d_states.mT
+            # A first chunk is entered with state 0, so that its decay has no gradient.
+            inner = previous[counts[1] :]
+            d_total[inner] = (states[inner - counts[0]] * d_states[counts[1] :]).sum(-1)
+        d_end = (columns * d_columns).sum(2) + total * d_total
+        _scores_backward(d_scores, d_rows, d_columns, levels)
+        d_rows *= decay[:, :, None]  # now with respect to b k and q
+        d_key, d_query = d_rows.unbind(2)
+        d_prefix = beta * k * d_key + q * d_query - k * d_columns
+        d_prefix[:, :, -1] += d_end
+        d_g = d_prefix.flip(2).cumsum(2).flip(2)
+        d_read = d_scores[:, :, 1].diagonal(dim1=2, dim2=3)[..., None]
+        d_query += d_read * k
+        d_beta = (k * d_key).sum(-1, keepdim=True) + (v * d_input).sum(-1, keepdim=True)
+        return d_query, d_columns + beta * d_key + d_read * q, beta * d_input, d_g, d_beta, None
+
+
+def kda_chunked(
+    q: Tensor, *, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Sequence[int]
+) -> Tensor:
+    """The recurrence over a pack in parallel over chunks. q, k, g [T, H, K], v [T, H, V], beta [T, H] -> o
+    [T, H, V] in v's dtype; computed in float32, or float64 where v has it. `g` must not be positive.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    table = chunk_table(boundaries, device=v.device)
+    scaled = q.to(dtype) * (1 / math.sqrt(q.shape[-1]))
+    inputs = (scaled, k.to(dtype), v.to(dtype), g.to(dtype), beta.to(dtype)[:, :, None])
+    out = _ChunkedDelta.apply(*(_to_chunks(x, table) for x in inputs), table.counts)
+    return _to_tokens(out, table).to(v.dtype)

@@ -1,0 +1,347 @@
+"""The local engine: batched sampling from an unsharded copy of the current weights, with routes and
+log-probs.
+
+All sequences of a batch start at position 0 and advance together, prompt tokens forced: no pads, no masks. A
+sequence of T tokens is read up to its last but one, so that it has exactly T-1 rows of routes. Decoding state
+lives inside one call of `generate`: nothing computed with old weights outlives `publish`.
+
+Reported log-probs are those of the model's own distribution at temperature 1 over the whole vocabulary,
+whatever temperature and top-p chose the token: that is what the trainer scores, so the two can be compared.
+
+Refused: an empty prompt, a sequence that could exceed `model.max_seq_len`, sampling settings out of range,
+published weights whose names or shapes are not the model's.
+
+Shapes: B sequences of a batch, M the longest possible of them, V vocabulary, L routed layers, K experts per
+token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from olmo_rl.config import ModelConfig
+from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.types import Refusal
+
+# Sequences that have ended are computed on until they are this share of the batch; dropping them copies the
+# state.
+_COMPACT_SHARE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt to be continued. `id` seeds its random numbers: give every sample of a group its own."""
+
+    id: str
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """A finished sequence: `tokens` int32 [T] with prompt and stop token, `logprobs` float32 of the generated
+    tokens, `routes` [T-1, L, K] in the narrowest signed integer type (None for a dense model),
+    `finish_reason` stop | length.
+    """
+
+    id: str
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    routes: NDArray[np.integer] | None
+    finish_reason: str
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sampling:
+    """How tokens are chosen."""
+
+    max_new_tokens: int
+    stop_token: int | None
+    temperature: float
+    top_p: float
+    greedy: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        reasons = []
+        if self.max_new_tokens < 1:
+            reasons.append(f"rollouts.max_new_tokens={self.max_new_tokens}: generate at least one token")
+        if not self.temperature > 0:
+            reasons.append(
+                f"rollouts.temperature={self.temperature} is not positive: ask for greedy decoding instead"
+            )
+        if not 0 < self.top_p <= 1:
+            reasons.append(
+                f"rollouts.top_p={self.top_p} is outside (0, 1]: 1 samples from the whole vocabulary"
+            )
+        if reasons:
+            raise Refusal(reasons)
+
+
+class LocalEngine:
+    """Owns one unsharded decoder. `version` is the policy version of its weights, None before the first
+    `publish`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        max_state_bytes: int = 2**30,
+    ) -> None:
+        """`max_state_bytes` bounds the decoding state: more requests than fit are generated batch by
+        batch.
+        """
+        self.version: int | None = None
+        self._config, self._device, self._dtype = config, device, dtype
+        self._max_state_bytes = max_state_bytes
+        with torch.device(device):
+            model = HybridDecoder(
+                config, attention="torch"
+            )  # decoding attends to caches; the backend plays no part
+        self._model = model.to(dtype).eval().requires_grad_(False)
+        if dtype.itemsize < 4:
+            for module in self._model.modules():
+                if getattr(module, "keep_float32", False):
+                    module.to(torch.float32)
+        self._parameters = dict(self._model.named_parameters())
+
+    @torch.no_grad()
+    def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over full weights by name. Everything is checked before the first copy: a refused publish
+        leaves weights and version as they were.
+        """
+        reasons = [f"publish: {name} is missing" for name in self._parameters if name not in weights]
+        reasons += [
+            f"publish: {name} is not a weight of the model"
+            for name in weights
+            if name not in self._parameters
+        ]
+        for name in self._parameters.keys() & weights.keys():
+            given, own = tuple(weights[name].shape), tuple(self._parameters[name].shape)
+            if given != own:
+                reasons.append(f"publish: {name} has shape {given}, the model needs {own}")
+        if reasons:
+            raise Refusal(reasons)
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
+        self.version = version
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        requests: Sequence[Request],
+        *,
+        max_new_tokens: int,
+        stop_token: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        greedy: bool = False,
+        seed: int,
+    ) -> list[Generation]:
+        """Continue every request, results in their order. Random numbers depend on (seed, version, request
+        id, step) alone: batches and their order change a result by rounding only.
+        """
+        assert self.version is not None, "publish weights before generating"
+        sampling = _Sampling(
+            max_new_tokens=max_new_tokens,
+            stop_token=stop_token,
+            temperature=temperature,
+            top_p=top_p,
+            greedy=greedy,
+            seed=seed,
+        )
+        assert greedy or len({request.id for request in requests}) == len(requests), (
+            "equal ids draw equal numbers"
+        )
+        self._check_lengths(requests, max_new_tokens=max_new_tokens)
+        # Neighbours in length share a batch; the order of the results is the requests'.
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
+        results: dict[int, Generation] = {}
+        size = self.batch_size(requests, max_new_tokens=max_new_tokens)
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            batch = _Batch(
+                [requests[i] for i in chosen], sampling=sampling, version=self.version, device=self._device
+            )
+            self._decode(batch)
+            results.update(zip(chosen, batch.results(self._config, version=self.version), strict=True))
+        return [results[i] for i in range(len(requests))]
+
+    def _decode(self, batch: _Batch) -> None:
+        state = self._model.init_state(
+            len(batch.rows), length=batch.longest, device=self._device, dtype=self._dtype
+        )
+        for position in range(batch.longest - 1):
+            logits, routes = self._model.step(batch.current(position), position=position, state=state)
+            batch.advance(logits, routes=routes, position=position)
+            if batch.open_count == 0:
+                return
+            kept = batch.compact()
+            if kept is not None:
+                state = [{name: x.index_select(0, kept) for name, x in layer.items()} for layer in state]
+
+    def _check_lengths(self, requests: Sequence[Request], *, max_new_tokens: int) -> None:
+        limit = self._config.max_seq_len
+        reasons = [
+            f"request {r.id}: the prompt is empty, and a first token has nothing to be drawn from"
+            for r in requests
+            if not len(r.tokens)
+        ]
+        reasons += [
+            f"request {r.id}: {len(r.tokens)} prompt tokens and rollouts.max_new_tokens={max_new_tokens} "
+            f"exceed model.max_seq_len={limit}: shorten one or raise the other"
+            for r in requests
+            if len(r.tokens) + max_new_tokens > limit
+        ]
+        if reasons:
+            raise Refusal(reasons)
+
+    def batch_size(self, requests: Sequence[Request], *, max_new_tokens: int) -> int:
+        """How many sequences of the requests' greatest length fit into `max_state_bytes`, at least one."""
+        longest = max((len(request.tokens) for request in requests), default=1) + max_new_tokens
+        state = self._model.init_state(1, length=longest, device=torch.device("meta"), dtype=self._dtype)
+        row = sum(x.numel() * x.element_size() for layer in state for x in layer.values())
+        return max(1, self._max_state_bytes // max(1, row))
+
+
+class _Batch:
+    """Sequences that advance together. `rows` int64 are the sequences still in the decoding batch; buffers
+    keep all.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], *, sampling: _Sampling, version: int, device: torch.device
+    ) -> None:
+        self._requests, self._sampling = requests, sampling
+        self._prompts = torch.tensor([len(request.tokens) for request in requests], device=device)
+        self._limits = self._prompts + sampling.max_new_tokens
+        self.longest = max(len(request.tokens) for request in requests) + sampling.max_new_tokens
+        self._first = min(len(request.tokens) for request in requests)
+        tokens = np.zeros((len(requests), self.longest), dtype=np.int64)
+        for row, request in zip(tokens, requests, strict=True):
+            row[: len(request.tokens)] = request.tokens
+        self._tokens = torch.from_numpy(tokens).to(device)
+        self._logprobs = torch.zeros(tokens.shape, dtype=torch.float32, device=device)
+        self._uniforms = (
+            None if sampling.greedy else _uniforms(requests, sampling=sampling, version=version).to(device)
+        )
+        self._routes: list[tuple[Tensor, Tensor]] = []
+        self._lengths = self._limits.clone()
+        self._stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self.rows = torch.arange(len(requests), device=device)
+        self._open = torch.ones(len(requests), dtype=torch.bool, device=device)
+        self.open_count = len(requests)
+
+    def current(self, position: int) -> Tensor:
+        """int64 [rows]: the tokens to read at `position`."""
+        return self._tokens[self.rows, position]
+
+    def advance(self, logits: Tensor, *, routes: Tensor | None, position: int) -> None:
+        """Take the logits after `position`: force prompt tokens, draw the others, close what has ended."""
+        if routes is not None:
+            self._routes.append((self.rows, routes))
+        target = position + 1
+        if target < self._first:
+            return
+        prompts = self._prompts[self.rows]
+        generating = target >= prompts
+        uniforms = None
+        if self._uniforms is not None:
+            uniforms = self._uniforms[self.rows, (target - prompts).clamp(0, self._uniforms.shape[1] - 1)]
+        logprobs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        drawn = choose_tokens(
+            logprobs, uniforms=uniforms, temperature=self._sampling.temperature, top_p=self._sampling.top_p
+        )
+        tokens = torch.where(generating, drawn, self._tokens[self.rows, target])
+        self._tokens[self.rows, target] = tokens
+        self._logprobs[self.rows, target] = logprobs.gather(1, tokens[:, None])[:, 0].float()
+        stopped = torch.zeros_like(generating)
+        if self._sampling.stop_token is not None:
+            stopped = self._open & generating & (tokens == self._sampling.stop_token)
+        self._lengths[self.rows[stopped]] = target + 1
+        self._stopped[self.rows[stopped]] = True
+        self._open &= ~stopped & (target + 1 < self._limits[self.rows])
+        self.open_count = int(self._open.sum())
+
+    def compact(self) -> Tensor | None:
+        """Drop ended sequences where enough have ended: the positions to keep of the decoding batch, else
+        None.
+        """
+        if self.open_count > (1 - _COMPACT_SHARE) * len(self.rows):
+            return None
+        kept = self._open.nonzero()[:, 0]
+        self.rows, self._open = self.rows[kept], self._open[kept]
+        return kept
+
+    def results(self, config: ModelConfig, *, version: int) -> list[Generation]:
+        """Every sequence cut at its own end."""
+        tokens = self._tokens.to(torch.int32).cpu().numpy()
+        logprobs = self._logprobs.cpu().numpy()
+        lengths, stopped = self._lengths.tolist(), self._stopped.tolist()
+        routes = self._gathered_routes(config.num_experts)
+        return [
+            Generation(
+                id=request.id,
+                tokens=tokens[i, :length].copy(),
+                logprobs=logprobs[i, len(request.tokens) : length].copy(),
+                routes=None if routes is None else routes[i, : length - 1].copy(),
+                finish_reason="stop" if stopped[i] else "length",
+                policy_version=version,
+            )
+            for i, (request, length) in enumerate(zip(self._requests, lengths, strict=True))
+        ]
+
+    def _gathered_routes(self, num_experts: int) -> NDArray[np.integer] | None:
+        """[B, steps, L, K]; rows after a sequence's end are meaningless."""
+        if not self._routes:
+            return None
+        dtype = next(
+            d for d in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(d).max
+        )
+        layers, top_k = self._routes[0][1].shape[1:]
+        out = torch.zeros(
+            len(self._requests), len(self._routes), layers, top_k, dtype=dtype, device=self._tokens.device
+        )
+        for step, (rows, ids) in enumerate(self._routes):
+            out[rows, step] = ids.to(dtype)
+        return out.cpu().numpy()
+
+
+def choose_tokens(logprobs: Tensor, *, uniforms: Tensor | None, temperature: float, top_p: float) -> Tensor:
+    """int64 [B] from `logprobs` [B, V]: the likeliest where `uniforms` is None, else by inverse distribution
+    function at `uniforms` [B] in [0, 1). top-p keeps the smallest set of likeliest tokens that reaches it,
+    after the temperature.
+    """
+    if uniforms is None:
+        return logprobs.argmax(dim=-1)
+    weights = torch.softmax(logprobs.double() / temperature, dim=-1)
+    order = None
+    if top_p < 1:
+        weights, order = weights.sort(dim=-1, descending=True, stable=True)
+        before = weights.cumsum(dim=-1) - weights
+        weights = weights.masked_fill(before >= top_p, 0.0)
+    reached = weights.cumsum(dim=-1)
+    index = torch.searchsorted(reached, uniforms[:, None] * reached[:, -1:], right=True)
+    index = index.clamp(max=logprobs.shape[-1] - 1)
+    return (index if order is None else order.gather(1, index))[:, 0]
+
+
+def _uniforms(requests: Sequence[Request], *, sampling: _Sampling, version: int) -> Tensor:
+    """float64 [B, max_new_tokens] in [0, 1): one row per request, a function of (seed, version, request
+    id).
+    """
+    out = np.empty((len(requests), sampling.max_new_tokens))
+    for row, request in zip(out, requests, strict=True):
+        digest = hashlib.blake2b(f"{sampling.seed}/{version}/{request.id}".encode(), digest_size=16).digest()
+        np.random.Generator(np.random.PCG64(int.from_bytes(digest))).random(out=row)
+    return torch.from_numpy(out)

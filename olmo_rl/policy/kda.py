@@ -1,0 +1,208 @@
+"""Kimi Delta Attention: the short convolution, the decay gate and the layer around the delta rule.
+
+Owns the linear-attention mixer. State and convolution start afresh at every boundary of
+`PackContext.boundaries`. It refuses nothing: configurations are judged in `refusals.py`.
+
+Shapes: T tokens of a pack, E channels (model width in the layer), W taps of the convolution, H heads, K
+channels of a head, B sequences of a decode batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from olmo_rl.config import ModelConfig
+from olmo_rl.data.packs import PackContext
+from olmo_rl.policy.delta_rule import kda_chunked, kda_step
+
+
+class _PaddedConvolution(torch.autograd.Function):
+    """A depthwise causal convolution in a layout with W-1 zero rows before every document. By hand for
+    speed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slots: Tensor, size: int) -> Tensor:
+        """x [T, E], weight [E, W]; `slots` [T] are the tokens' rows of `size`."""
+        reach = weight.shape[1] - 1
+        rows = x.new_zeros(size, x.shape[1]).index_copy_(0, slots, x)
+        taps = weight.t().contiguous()
+        mixed = rows[reach:] * taps[reach]
+        for i in range(reach):
+            mixed.addcmul_(rows[i : i - reach], taps[i])
+        ctx.save_for_backward(rows, taps, slots)
+        return mixed.index_select(0, slots - reach)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, taps, slots = ctx.saved_tensors
+        reach = len(taps) - 1
+        d_mixed = d_out.new_zeros(len(rows) - reach, d_out.shape[1]).index_copy_(0, slots - reach, d_out)
+        d_rows = torch.zeros_like(rows)
+        d_taps = torch.empty_like(taps)
+        for i in range(reach + 1):
+            span = slice(i, i + len(d_mixed))
+            d_rows[span].addcmul_(d_mixed, taps[i])
+            d_taps[i] = (rows[span] * d_mixed).sum(0)
+        return d_rows.index_select(0, slots), d_taps.t(), None, None
+
+
+def short_convolution(x_TE: Tensor, *, weight: Tensor, boundaries: Sequence[int]) -> Tensor:
+    """Causal depthwise convolution of every document on its own: y_t = sum_i weight[:, W-1-i] x_(t-i). weight
+    [E, W].
+
+    Zero rows before every document keep each tap away from the neighbour.
+    """
+    reach = weight.shape[1] - 1
+    edges = np.asarray(boundaries, dtype=np.int64)
+    lengths = edges[1:] - edges[:-1]
+    shift = np.repeat(np.arange(1, len(lengths) + 1) * reach, lengths)
+    slots = torch.from_numpy(np.arange(boundaries[-1]) + shift).to(x_TE.device)
+    return _PaddedConvolution.apply(x_TE, weight, slots, len(x_TE) + len(lengths) * reach)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / |x| over the last axis, at least in float32."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class ShortConvolution(nn.Module):
+    """The weight [E, W] of a `short_convolution` and its two ways of running: over a pack, and token by
+    token.
+    """
+
+    def __init__(self, width: int, *, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, taps))
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Uniform within 1/sqrt(W)."""
+        bound = self.weight.shape[1] ** -0.5
+        self.weight.uniform_(-bound, bound, generator=generator)
+
+    def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
+        return short_convolution(x_TE, weight=self.weight, boundaries=context.boundaries)
+
+    def step(self, x_BE: Tensor, *, position: int, window: Tensor) -> Tensor:
+        """[B, E] -> [B, E]. `window` [B, W-1, E] is a ring: token t lies at t mod (W-1), zeros before the first."""
+        reach = window.shape[1]
+        taps = self.weight.t().contiguous()
+        out = x_BE * taps[reach]
+        for age in range(1, reach + 1):
+            out.addcmul_(window[:, (position - age) % reach], taps[reach - age])
+        if reach:
+            window[:, position % reach] = x_BE
+        return out
+
+
+class DecayGate(nn.Module):
+    """Log decay per key channel: g = -exp(A_log) softplus(f + dt_bias). f [..., H K] -> g [..., H, K].
+
+    Its parameters steer products of many decays, so they stay float32 under mixed precision (`keep_float32`).
+    """
+
+    keep_float32 = True
+
+    def __init__(self, heads: int, *, head_dim: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(heads * head_dim, dtype=torch.float32))
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """A uniform in [1, 16]; softplus(dt_bias) log-uniform in [1e-3, 1e-1]: slow and fast channels in
+        every head.
+        """
+        self.A_log.uniform_(1, 16, generator=generator).log_()
+        rate = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+        rate.add_(torch.log(-torch.expm1(-rate)))
+
+    def forward(self, f: Tensor) -> Tensor:
+        dtype = torch.promote_types(f.dtype, self.A_log.dtype)
+        rate = F.softplus(f.to(dtype) + self.dt_bias).unflatten(-1, (self.heads, -1))
+        return -self.A_log.exp()[:, None] * rate
+
+
+class KimiDeltaAttention(nn.Module):
+    """The layer: q, k, v from projection, short convolution and SiLU (q, k of unit length), low-rank decay
+    and output gate, delta rule, W_o(RMSNorm(o) * sigmoid(gate)). Parameters are laid out as in the Kimi
+    Linear release, except that the three convolutions are one weight [3 H K, W].
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.kda_heads, config.kda_head_dim
+        self.beta_scale = 2.0 if config.kda_negative_eigenvalues else 1.0
+        width = self.heads * self.head_dim
+        self.wq = nn.Linear(config.dim, width, bias=False)
+        self.wk = nn.Linear(config.dim, width, bias=False)
+        self.wv = nn.Linear(config.dim, width, bias=False)
+        self.conv = ShortConvolution(3 * width, taps=config.conv_size)
+        self.f_proj_1 = nn.Linear(config.dim, self.head_dim, bias=False)
+        self.f_proj_2 = nn.Linear(self.head_dim, width, bias=False)
+        self.b_proj = nn.Linear(config.dim, self.heads, bias=False)
+        self.g_proj_1 = nn.Linear(config.dim, self.head_dim, bias=False)
+        self.g_proj_2 = nn.Linear(self.head_dim, width, bias=True)
+        self.decay = DecayGate(self.heads, head_dim=self.head_dim)
+        self.o_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
+        self.wo = nn.Linear(width, config.dim, bias=False)
+
+    def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
+        """[T, E] -> [T, E]; documents as `context.boundaries` says."""
+        q, k, v = self._heads(self.conv(self._project(x_TE), context))
+        g, beta = self._gates(x_TE)
+        o = kda_chunked(q, k=k, v=v, g=g, beta=beta, boundaries=context.boundaries)
+        return self._output(o, x_TE)
+
+    def init_state(
+        self, batch: int, *, length: int, device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """The state of `batch` sequences before their first token; its size does not depend on `length`."""
+        del length
+        width, taps = self.conv.weight.shape
+        core = torch.promote_types(dtype, torch.float32)
+        return {
+            "conv": torch.zeros(batch, taps - 1, width, device=device, dtype=dtype),
+            "recurrent": torch.zeros(
+                batch, self.heads, self.head_dim, self.head_dim, device=device, dtype=core
+            ),
+        }
+
+    @torch.no_grad()
+    def step(self, x_BE: Tensor, *, position: int, state: dict[str, Tensor]) -> Tensor:
+        """The next token of every sequence, [B, E] -> [B, E]; `state` moves on by one token."""
+        q, k, v = self._heads(self.conv.step(self._project(x_BE), position=position, window=state["conv"]))
+        g, beta = self._gates(x_BE)
+        core = state["recurrent"].dtype
+        o = kda_step(q, k=k, v=v.to(core), g=g, beta=beta, state=state["recurrent"])
+        return self._output(o.to(x_BE.dtype), x_BE)
+
+    def _project(self, x: Tensor) -> Tensor:
+        return torch.cat([self.wq(x), self.wk(x), self.wv(x)], dim=-1)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = F.silu(mixed).unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)
+        return _unit(q), _unit(k), v
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        beta = self.b_proj(x)
+        beta = beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid() * self.beta_scale
+        return self.decay(self.f_proj_2(self.f_proj_1(x))), beta
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        gate = self.g_proj_2(self.g_proj_1(x)).sigmoid().unflatten(-1, (self.heads, self.head_dim))
+        return self.wo((self.o_norm(o) * gate).flatten(-2))

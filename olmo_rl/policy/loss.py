@@ -1,0 +1,296 @@
+"""Log-probs of scored tokens and the GRPO family of objectives, all by document.
+
+Owns which rows score which tokens, per-slot weights under global normalisers, surrogates, importance weights,
+KL and entropy terms. Reads no files, talks to no other rank. Refuses nothing: values that are not finite are
+reported with the ids of their samples (`LossOutput.suspects`), and whoever steps decides.
+
+Contract: a step's loss is the sum over ALL scored slots (all packs, all ranks) of weight x objective. The
+weights carry the one division by a global count, so packs, ranks and the order of samples only change the
+order of a sum. Masked tokens are never gathered: no value of theirs, finite or not, reaches loss or gradient.
+
+Shapes: T tokens of a pack, S scored slots, D documents, V vocabulary. A response is one document's slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from olmo_rl.config import KlEstimator, LossConfig, LossKind, Reduction, WeightBound, WeightLevel
+from olmo_rl.data.packs import Normalisers, Pack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredSlots:
+    """The scored tokens of one pack, in row order, all int64 [S]: `slots` are their positions in the row,
+    `rows` the preceding positions whose logits score them, `documents` the document of each (of
+    `num_documents`, pads included). `ids[d]` is the sample of document d.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    documents: Tensor
+    num_documents: int
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOutput:
+    """One pack's share of a step's loss.
+
+    `terms`: detached scalars that add up: summed over the packs and ranks of a step they are global means,
+    with no further division; their names depend on the configuration alone. `max_log_ratio`: largest
+    |policy - anchor| before any clipping, 0 without slots; combined by maximum. `broken` bool [D]: documents
+    with a value that is not finite in a scored slot, whether or not a clip hides it from the loss.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    max_log_ratio: Tensor
+    broken: Tensor
+    ids: tuple[str, ...]
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """Ids of samples with values that are not finite. Waits for the device: ask after the last pack."""
+        return tuple(self.ids[d] for d in self.broken.nonzero().flatten().tolist())
+
+
+def scored_slots(pack: Pack) -> ScoredSlots:
+    """Slots with a true loss mask. A document's first token has no row of its own document: never scored."""
+    mask = pack["loss_mask"].clone()
+    mask[pack.cu_seqlens[:-1].long()] = False
+    slots = mask.nonzero().flatten()
+    return ScoredSlots(
+        slots=slots,
+        rows=slots - 1,
+        documents=pack.document_ids[slots],
+        num_documents=len(pack.boundaries) - 1,
+        ids=pack.ids,
+    )
+
+
+def token_logprobs(logits: Tensor, *, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    """[S, V] logits, [S] token ids -> [S] log-probs, in float32 (float64 stays)."""
+    logits = _at_temperature(logits, temperature)
+    return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+
+def token_entropies(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """[S, V] logits -> [S] entropies of the next-token distribution in nats, in float32 (float64 stays)."""
+    logits = _at_temperature(logits, temperature)
+    probabilities = logits.softmax(-1)
+    # A token of probability 0 contributes 0 even where its logit is -inf.
+    expected = torch.where(probabilities > 0, probabilities * logits, torch.zeros_like(logits)).sum(-1)
+    return logits.logsumexp(-1) - expected
+
+
+def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    if logits.dtype is not torch.float64:
+        logits = logits.float()
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def slot_weights(
+    slots: ScoredSlots,
+    *,
+    reduction: Reduction,
+    normalisers: Normalisers,
+    dtype: torch.dtype,
+    constant_length: int | None = None,
+) -> Tensor:
+    """[S] weights of each slot in the step's mean.
+
+    `token`: 1 / global scored tokens. `response`: 1 / (scored tokens of the response x global responses that
+    have any). With `constant_length`: 1 / (constant_length x global responses), Dr.GRPO (arXiv 2503.20783):
+    the sum over a response is not divided by the response's own length.
+    """
+    ones = torch.ones_like(slots.slots, dtype=dtype)
+    if reduction is Reduction.token:
+        return ones / max(1, normalisers.tokens)
+    lengths = _per_document(ones, slots=slots) if constant_length is None else constant_length * ones
+    return ones / (lengths * max(1, normalisers.responses))
+
+
+def _per_document(values: Tensor, *, slots: ScoredSlots) -> Tensor:
+    """[S] -> [S]: every slot gets the sum over its document's slots."""
+    sums = values.new_zeros(slots.num_documents).index_add(0, slots.documents, values)
+    return sums[slots.documents]
+
+
+def _document_mean(values: Tensor, *, slots: ScoredSlots) -> Tensor:
+    """[S] -> [S]: every slot gets the mean over its document's slots."""
+    return _per_document(values, slots=slots) / _per_document(torch.ones_like(values), slots=slots)
+
+
+def sft_loss(
+    logprobs: Tensor, *, slots: ScoredSlots, reduction: Reduction, normalisers: Normalisers
+) -> LossOutput:
+    """Cross-entropy: minus the weighted sum of [S] log-probs."""
+    weights = slot_weights(slots, reduction=reduction, normalisers=normalisers, dtype=logprobs.dtype)
+    loss = -(weights * logprobs).sum()
+    return LossOutput(
+        loss=loss,
+        terms={"cross_entropy": loss.detach()},
+        max_log_ratio=logprobs.new_zeros(()),
+        broken=_broken_documents(logprobs, slots=slots),
+        ids=slots.ids,
+    )
+
+
+def policy_loss(
+    logprobs: Tensor,
+    *,
+    anchor_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    advantages: Tensor,
+    slots: ScoredSlots,
+    config: LossConfig,
+    normalisers: Normalisers,
+    entropies: Tensor | None = None,
+) -> LossOutput:
+    """One pack's share of the step's policy loss. Tensors are [S]; `logprobs` and `entropies` carry
+    gradients.
+
+        sum over slots of weight x (keep x tis x surrogate + kl_coef x KL - entropy_coef x entropy)
+
+    `surrogate` is anchor -> policy (`config.kind`), `tis` behaviour -> anchor, `keep` leaves out responses
+    too far off policy. `ref_logprobs` is needed where `kl_coef` is not 0, `entropies` where `entropy_coef` is
+    not 0.
+
+    Terms: `policy`, `kl`, `entropy` are contributions to the loss and add up to it. The others are means over
+    scored tokens: `ratio` (before clipping), `ratio_drift` (|log ratio| of tokens), `clip_low`, `clip_high`,
+    `dual_clip`, `tis_low`, `tis_high`, `off_policy` (shares of tokens), `tis` (before clipping), `ref_kl`,
+    `mean_entropy`.
+    """
+    assert (config.kl_coef == 0) or (ref_logprobs is not None), "a KL term needs reference log-probs"
+    assert (config.entropy_coef == 0) or (entropies is not None), "an entropy bonus needs entropies"
+    anchor, behavior = anchor_logprobs.detach(), behavior_logprobs.detach()
+    advantages = advantages.to(logprobs.dtype)
+    weights = slot_weights(
+        slots,
+        reduction=config.reduction,
+        normalisers=normalisers,
+        dtype=logprobs.dtype,
+        constant_length=config.constant_length,
+    )
+    log_ratio = logprobs - anchor
+    surrogate, ratio, clips = _surrogate(
+        logprobs, log_ratio=log_ratio, advantages=advantages, slots=slots, config=config
+    )
+    terms: dict[str, Tensor] = {"policy": surrogate}
+    shares = {"ratio": ratio, "ratio_drift": log_ratio.abs()} | clips
+    if config.tis_low is not None or config.tis_high is not None:
+        tis, bounds = behavior_weights(anchor - behavior, slots=slots, config=config)
+        terms["policy"] = terms["policy"] * tis
+        shares |= bounds
+    if config.max_sequence_kl is not None:
+        drift = behavior - logprobs.detach()
+        keep = near_policy(drift, advantages=advantages, slots=slots, limit=config.max_sequence_kl)
+        terms["policy"] = terms["policy"] * keep
+        shares["off_policy"] = 1 - keep
+    if config.kl_coef != 0 and ref_logprobs is not None:
+        divergence = kl_estimate(logprobs, ref_logprobs=ref_logprobs, estimator=config.kl)
+        terms["kl"] = config.kl_coef * divergence
+        shares["ref_kl"] = divergence
+    if config.entropy_coef != 0 and entropies is not None:
+        terms["entropy"] = -config.entropy_coef * entropies
+        shares["mean_entropy"] = entropies
+    objective = torch.stack(list(terms.values())).sum(0)
+    # A value that a clip or a zero weight hides from the objective may still poison the gradient.
+    everything = objective + ratio + logprobs + anchor + behavior + advantages
+    sums = {name: (weights * term).sum().detach() for name, term in terms.items()}
+    sums |= {name: share.detach().sum() / max(1, normalisers.tokens) for name, share in shares.items()}
+    return LossOutput(
+        loss=(weights * objective).sum(),
+        terms=sums,
+        max_log_ratio=torch.cat([log_ratio.detach().abs(), log_ratio.new_zeros(1)]).max(),
+        broken=_broken_documents(everything, slots=slots),
+        ids=slots.ids,
+    )
+
+
+def _broken_documents(values: Tensor, *, slots: ScoredSlots) -> Tensor:
+    """[S] -> bool [D]: documents with a value that is not finite."""
+    bad = (~values.detach().isfinite()).long()
+    return bad.new_zeros(slots.num_documents).index_add(0, slots.documents, bad) > 0
+
+
+def _surrogate(
+    logprobs: Tensor, *, log_ratio: Tensor, advantages: Tensor, slots: ScoredSlots, config: LossConfig
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """[S] surrogate to minimise, [S] ratio before clipping, and [S] indicators of where clipping acts.
+
+    With r = exp(policy - anchor), A the advantage, c(r) = clip(r, 1 - clip_low, 1 + clip_high):
+    `grpo`   -min(r A, c(r) A), one ratio a token (arXiv 2402.03300; unequal clips: DAPO, arXiv 2503.14476).
+    `gspo`   the same with one ratio a response, exp(mean of policy - anchor over its scored tokens)
+             (arXiv 2507.18071).
+    `cispo`  -c(r) A log policy, where c(r) carries no gradient: no token loses its own (arXiv 2506.13585).
+    `dual_clip` d: where A < 0 the surrogate is at most -d A (arXiv 1912.09729); for grpo and gspo.
+    """
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    if config.kind is LossKind.cispo:
+        ratio = log_ratio.detach().exp()
+        clips = {"clip_low": (ratio < low).to(ratio), "clip_high": (ratio > high).to(ratio)}
+        return -ratio.clamp(low, high) * advantages * logprobs, ratio, clips
+    if config.kind is LossKind.gspo:
+        log_ratio = _document_mean(log_ratio, slots=slots)
+    ratio = log_ratio.exp()
+    surrogate = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    clips = {
+        "clip_low": ((ratio < low) & (advantages < 0)).to(ratio),
+        "clip_high": ((ratio > high) & (advantages > 0)).to(ratio),
+    }
+    if config.dual_clip is not None:
+        ceiling = -config.dual_clip * advantages
+        clips["dual_clip"] = ((surrogate > ceiling) & (advantages < 0)).to(ratio)
+        surrogate = torch.where(advantages < 0, torch.minimum(surrogate, ceiling), surrogate)
+    return surrogate, ratio, clips
+
+
+def behavior_weights(
+    log_weights: Tensor, *, slots: ScoredSlots, config: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[S] anchor - behaviour log-probs -> [S] importance weights without gradient, and where their bounds
+    act.
+
+    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl): w = exp(anchor - behaviour), by
+    token or as the product over the response. Outside [tis_low, tis_high] it is clipped or, with
+    `tis_bound=mask`, 0 (IcePop, arXiv 2510.18855). Denominators stay those of the loss mask.
+    """
+    if config.tis_level is WeightLevel.sequence:
+        log_weights = _per_document(log_weights, slots=slots)
+    weights = log_weights.detach().exp()
+    low = config.tis_low if config.tis_low is not None else 0.0
+    high = config.tis_high if config.tis_high is not None else float("inf")
+    below, above = weights < low, weights > high
+    shares = {"tis": weights, "tis_low": below.to(weights), "tis_high": above.to(weights)}
+    if config.tis_bound is WeightBound.mask:
+        return torch.where(below | above, torch.zeros_like(weights), weights), shares
+    return weights.clamp(low, high), shares
+
+
+def near_policy(drift: Tensor, *, advantages: Tensor, slots: ScoredSlots, limit: float) -> Tensor:
+    """[S] behaviour - policy log-probs -> [S] 1, or 0 for all tokens of a response with a negative advantage
+    and a mean drift above `limit`: off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556).
+    """
+    far = (_document_mean(drift, slots=slots) > limit) & (advantages < 0)
+    return (~far).to(drift)
+
+
+def kl_estimate(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+    """[S] estimates of KL(policy | reference) on tokens of the policy
+    (http://joschu.net/blog/kl-approx.html).
+
+    With d = policy - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. As a loss k1 only adds noise: its
+    gradient averages to zero on policy. The expected gradient of k2 is that of the divergence.
+    """
+    difference = logprobs - ref_logprobs.detach()
+    if estimator is KlEstimator.k1:
+        return difference
+    if estimator is KlEstimator.k2:
+        return difference.square() / 2
+    return torch.expm1(-difference) + difference

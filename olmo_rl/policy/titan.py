@@ -1,0 +1,379 @@
+"""Everything that touches torchtitan: router, experts, dispatch, meshes, sharding, clipping, weight gathers.
+
+No other file imports torchtitan; `tests/test_titan.py` holds the signatures used here to account. Importing
+this file changes nothing: `prepare(device_type)` points torchtitan at a device and is called before meshes
+are built.
+
+Shapes: T tokens of this rank, K experts per token, E experts, R rows that reach this rank's experts, D width
+of routed tokens, F hidden width of an expert. Experts are contiguous per rank and expert-parallel ranks are
+consecutive (`types.Topology`).
+
+Refused: expert widths that the grouped matrix product cannot take (multiples of 8), experts that do not
+divide among expert-parallel ranks, a process group of another size than the topology.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe_sharding import expert_param_placement_sparse
+from torchtitan.models.common.token_dispatcher import AllToAllDispatchMetadata, AllToAllTokenDispatcher
+from torchtitan.ops.scatter_add import deterministic_scatter_add
+from torchtitan.protocols.sharding import ShardingConfig
+
+from olmo_rl.config import Recompute, ScoreFunction
+from olmo_rl.types import Refusal, Topology
+
+if TYPE_CHECKING:
+    from olmo_rl.policy.hybrid import HybridDecoder
+
+_SPMD_BACKEND = "partial_dtensor"
+_EXPERT_PARAMETERS = ("w1_EFD", "w2_EDF", "w3_EFD")
+_WIDTH_MULTIPLE = 8  # of the grouped matrix product in bfloat16; float32 needs 4
+
+
+class Routed(NamedTuple):
+    """One router call. `gates` [T, K] weights of the chosen experts, `ids` int64 [T, K], `scores` [T, E]
+    after the score function, `logits` [T, E] before it; all but `ids` at least float32 and differentiable.
+    """
+
+    gates: Tensor
+    ids: Tensor
+    scores: Tensor
+    logits: Tensor
+
+
+class ReplayRouter(TokenChoiceTopKRouter):
+    """torchtitan's router, except that given ids replace its choice; their weights are CURRENT scores."""
+
+    keep_float32 = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Routed:
+        """`x` [T, model width]; `ids` int64 [T, K] replace the selection and all selection-only terms."""
+        weight = self.gate.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        logits = F.linear(x.to(dtype), weight.to(dtype))
+        scores = torch.sigmoid(logits) if self.score_func == "sigmoid" else torch.softmax(logits, dim=-1)
+        if ids is None:
+            ids = self.choose(scores)
+        gates = scores.gather(dim=-1, index=ids)
+        if self.route_norm:
+            gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
+        return Routed(gates=gates * self.route_scale, ids=ids, scores=scores, logits=logits)
+
+    @torch.no_grad()
+    def choose(self, scores: Tensor) -> Tensor:
+        """int64 [T, K]: the live selection from `scores` [T, E]."""
+        if self.num_expert_groups is not None:
+            scores = self._get_node_limited_routing_scores(scores)
+        return torch.topk(scores, k=self.top_k, dim=-1, sorted=False).indices
+
+
+class Experts(GroupedExperts):
+    """SwiGLU experts in the dtype of their input: grouped products, or a loop over experts for float64."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """`x_RD` sorted by local expert; `num_tokens_per_expert_E` int64: rows of each local expert."""
+        offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        w1, w2, w3 = (_local(p) for p in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        gate = self._grouped_mm(A=x_RD, B_t=w1.transpose(-2, -1), offs=offsets)
+        up = self._grouped_mm(A=x_RD, B_t=w3.transpose(-2, -1), offs=offsets)
+        return self._grouped_mm(A=F.silu(gate) * up, B_t=w2.transpose(-2, -1), offs=offsets)
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        if A.dtype is torch.float64:
+            return loop_mm(A, B_t=B_t, offsets=offs)
+        return torch._grouped_mm(A, B_t, offs=offs)
+
+
+def loop_mm(rows: Tensor, *, B_t: Tensor, offsets: Tensor) -> Tensor:
+    """`rows` [R, in] times `B_t` [E, in, out], expert e on the rows before `offsets[e]`: exact in any dtype.
+    Experts without rows stay in the graph, so that their gradients are zeros and not None.
+    """
+    ends = [0, *offsets.tolist()]
+    return torch.cat([rows[ends[e] : ends[e + 1]] @ B_t[e] for e in range(len(ends) - 1)])
+
+
+class Dispatcher(AllToAllTokenDispatcher):
+    """torchtitan's all-to-all dispatch, local where one rank holds all experts. It weights rows in float32;
+    here float64 rows stay float64.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+
+    def combine(self, routed_output_RD: Tensor, metadata: AllToAllDispatchMetadata, x_TD: Tensor) -> Tensor:
+        if routed_output_RD.dtype is not torch.float64:
+            return super().combine(routed_output_RD, metadata, x_TD)
+        if self.ep_mesh is not None:
+            routed_output_RD = self._unpermute(
+                routed_output_RD, metadata.input_shape, metadata.permuted_indices
+            )
+            routed_output_RD = self._combine_token_exchange(
+                routed_output_RD, self.ep_mesh.get_group(), metadata.input_splits, metadata.output_splits
+            )
+        weighted = routed_output_RD * metadata.topk_scores_experts_sorted_N.reshape(-1, 1)
+        index = metadata.token_indices_experts_sorted_N.reshape(-1, 1).expand_as(weighted)
+        return deterministic_scatter_add(torch.zeros_like(x_TD), index, weighted)
+
+
+class TokenExperts(RoutedExperts):
+    """Dispatch, experts, combine over [T, D]: torchtitan's region without its batch axis."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+
+    def forward(self, x: Tensor, gates: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+        """`x` [T, D], `gates` and `ids` [T, K], `counts` int64 [E]: assignments of this rank's tokens."""
+        rows, counts_local, metadata = self.token_dispatcher.dispatch(x, gates, ids, counts)
+        return self.token_dispatcher.combine(self.inner_experts(rows, counts_local), metadata, x)
+
+
+def build_router(
+    dim: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    score_function: ScoreFunction,
+    route_norm: bool,
+    route_scale: float,
+) -> ReplayRouter:
+    """A router at model width `dim`."""
+    return ReplayRouter.Config(
+        num_experts=num_experts,
+        gate=Linear.Config(in_features=dim, out_features=num_experts),
+        top_k=top_k,
+        score_func=score_function.value,
+        route_norm=route_norm,
+        route_scale=route_scale,
+    ).build()
+
+
+def build_experts(dim: int, *, hidden: int, num_experts: int, top_k: int) -> TokenExperts:
+    """Routed experts at width `dim`, sharded over expert-parallel ranks once `parallelize` runs."""
+    for key, width in (("model.latent_dim or model.dim", dim), ("model.expert_hidden", hidden)):
+        if width % _WIDTH_MULTIPLE:
+            raise Refusal(
+                f"{key}={width} is not a multiple of {_WIDTH_MULTIPLE}: grouped experts need one, change it"
+            )
+    set_spmd_backend(_SPMD_BACKEND)
+    inner = Experts.Config(dim=dim, hidden_dim=hidden, num_experts=num_experts)
+    inner.sharding_config = ShardingConfig(
+        state_shardings={name: expert_param_placement_sparse() for name in _EXPERT_PARAMETERS}
+    )
+    dispatcher = Dispatcher.Config(num_experts=num_experts, top_k=top_k)
+    return TokenExperts.Config(inner_experts=inner, token_dispatcher=dispatcher).build()
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's part, as a plain tensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def prepare(device_type: str) -> None:
+    """Point torchtitan at `cpu` or `cuda`: at import, several of its modules keep the machine's device."""
+    for name in (
+        "tools.utils",
+        "distributed.parallel_dims",
+        "distributed.utils",
+        "models.common.token_dispatcher",
+    ):
+        module: Any = sys.modules[f"torchtitan.{name}"]
+        module.device_type = device_type
+        if hasattr(module, "device_module"):
+            module.device_module = torch.get_device_module(device_type)
+    set_spmd_backend(_SPMD_BACKEND)
+
+
+def build_parallel_dims(topology: Topology, *, device_type: str) -> ParallelDims:
+    """Dense mesh [world] for FSDP, sparse mesh [replicas, ep_degree] for experts, over the process group."""
+    if not dist.is_initialized() or dist.get_world_size() != topology.world_size:
+        have = dist.get_world_size() if dist.is_initialized() else None
+        raise Refusal(
+            f"trainer.devices x trainer.num_nodes is {topology.world_size}, but the process group has {have} "
+            "ranks: start that many processes"
+        )
+    prepare(device_type)
+    dims = ParallelDims(
+        dp_replicate=1,
+        dp_shard=topology.world_size,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=topology.ep_degree,
+        world_size=topology.world_size,
+        spmd_backend=_SPMD_BACKEND,
+    )
+    dims.build_mesh()
+    return dims
+
+
+def parallelize(
+    model: HybridDecoder, *, dims: ParallelDims, dtype: torch.dtype, recompute: Recompute
+) -> None:
+    """Shard `model` in place, experts over the expert-parallel mesh and all over FSDP, computing in `dtype`.
+
+    Gradients are SUMMED over ranks, never divided: the loss is divided by global counts. Modules that ask for
+    it (`keep_float32 = True`) keep their weights in float32 whatever `dtype` is.
+    """
+    model.recompute = recompute
+    topology = Topology(dims.world_size, dims.ep)
+    for block in model.blocks:
+        if block.moe_enabled:
+            topology.experts_per_rank(block.moe.router.num_experts)
+            block.moe.routed_experts.parallelize(dims)
+    dense = dims.get_mesh("fsdp")
+    if dtype.itemsize < 4:
+        exact = MixedPrecisionPolicy(
+            param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for module in [m for m in model.modules() if getattr(m, "keep_float32", False)]:
+            fully_shard(module, mesh=dense, mp_policy=exact)
+    apply_fsdp_to_decoder(
+        model,
+        dp_mesh=dense,
+        param_dtype=dtype,
+        reduce_dtype=torch.promote_types(dtype, torch.float32),
+        pp_enabled=False,
+        ep_degree=dims.ep,
+        edp_mesh=dims.get_mesh("efsdp") if dims.ep > 1 else None,
+    )
+    for unit in _fsdp_modules(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """All modules that FSDP gathers as units."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
+    """Call before each backward of an optimizer step: only the step's last pack reduces gradients over ranks.
+
+    A model that is not sharded needs nothing.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+
+@torch.no_grad()
+def clip_grad_norm(model: nn.Module, *, max_norm: float | None) -> Tensor:
+    """Scale all gradients so that their joint norm is at most `max_norm` (None: measure only). Returns the
+    norm before clipping, a scalar, the same on every rank.
+
+    Dense and expert gradients live on different meshes, but every element lives on exactly one rank: squared
+    norms of local shards are added by one all-reduce over the world.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert not any(p.is_replicate() for g in gradients if isinstance(g, DTensor) for p in g.placements)
+    shards = [_local(gradient) for gradient in gradients]
+    assert shards, "clip_grad_norm before any backward"
+    total = torch.stack(torch._foreach_norm(shards, dtype=torch.float64)).square().sum()
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        dist.all_reduce(total)
+    norm = total.sqrt()
+    if max_norm is not None:
+        torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
+    return norm.to(torch.float32)
+
+
+class FullWeights:
+    """Copies of all weights on every rank, by ONE all-gather of one flat buffer.
+
+    Built once from the sharded model. Where each element lies is found by sending element numbers through the
+    parameter's own placement, so any sharding is followed, uneven and strided ones too. Costs 4 to 8 bytes an
+    element for the addresses: meant for models whose unsharded copy fits a rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        for module in _fsdp_modules(model):
+            module.reshard()  # so that the parameters below are the shards which the optimizer updates
+        self._parameters = dict(model.named_parameters())
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
+        if self._sharded:
+            self._stride = self._longest_shard()
+            self._index = self._addresses()
+
+    def _longest_shard(self) -> int:
+        device = next(iter(self._parameters.values())).device
+        numel = torch.tensor(sum(_local(p).numel() for p in self._parameters.values()), device=device)
+        dist.all_reduce(numel, op=dist.ReduceOp.MAX)
+        return int(numel)
+
+    def _addresses(self) -> Tensor:
+        """int [elements of the model]: place of every element in the gathered buffer, parameters in order."""
+        held, first = [], 0
+        for parameter in self._parameters.values():
+            last = first + parameter.numel()
+            numbers = torch.arange(first, last, device=parameter.device).view(parameter.shape)
+            first = last
+            if isinstance(parameter, DTensor):
+                whole = [Replicate()] * parameter.device_mesh.ndim
+                numbers = DTensor.from_local(numbers, parameter.device_mesh, whole, run_check=False)
+                numbers = numbers.redistribute(placements=parameter.placements).to_local()
+            held.append(numbers.reshape(-1))
+        mine = torch.full((self._stride,), first, device=held[0].device)  # padding: one past the last element
+        flat = torch.cat(held)
+        mine[: flat.numel()] = flat
+        numbers = mine.new_empty(self._stride * dist.get_world_size())
+        dist.all_gather_single(numbers, mine)
+        addresses = torch.empty(first + 1, dtype=torch.int64, device=mine.device)
+        addresses[numbers] = torch.arange(numbers.numel(), device=mine.device)
+        return addresses[:-1].to(torch.int32 if numbers.numel() < 2**31 else torch.int64)
+
+    @torch.no_grad()
+    def gather(self) -> dict[str, Tensor]:
+        """Every parameter by name, full, float32, a copy, on every rank. A collective: all ranks call it."""
+        locals_ = [_local(p).detach() for p in self._parameters.values()]
+        if not self._sharded:
+            return {
+                name: p.to(torch.float32, copy=True)
+                for name, p in zip(self._parameters, locals_, strict=True)
+            }
+        flat = locals_[0].new_zeros(self._stride, dtype=torch.float32)
+        used = torch.cat([p.reshape(-1) for p in locals_])
+        flat[: used.numel()] = used
+        gathered = flat.new_empty(self._stride * dist.get_world_size())
+        dist.all_gather_single(gathered, flat)
+        full = gathered.index_select(0, self._index).split([s.numel() for s in self._shapes.values()])
+        return {
+            name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), full, strict=True)
+        }

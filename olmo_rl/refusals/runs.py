@@ -1,0 +1,298 @@
+"""Refusals of what the policy computes, of the objective, the task and the run itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from olmo_rl.backends import ATTENTION_BACKENDS, AttentionBackend, choose_attention
+from olmo_rl.config import (
+    AuxGrouping,
+    Config,
+    CountSource,
+    LoggerKind,
+    LossKind,
+    Recipe,
+    Reduction,
+    ScoringMode,
+    TaskKind,
+)
+from olmo_rl.refusals.rule import Rule, changed, trains
+
+# What a run leaves in its directory, by the recipe that would write it again.
+_TRAINING_MARKS = ("metrics.csv", "checkpoints", "training_contract_rank*.jsonl")
+RUN_MARKS: dict[Recipe, tuple[str, ...]] = {
+    Recipe.train: _TRAINING_MARKS,
+    Recipe.sft: _TRAINING_MARKS,
+    Recipe.rollout: ("rollouts",),
+    Recipe.score: ("scores.jsonl",),
+}
+
+
+def run_files(config: Config) -> list[Path]:
+    """What an earlier run of this recipe left in the run directory."""
+    if not config.run_dir:
+        return []
+    return sorted(
+        path for mark in RUN_MARKS.get(config.recipe, ()) for path in Path(config.run_dir).glob(mark)
+    )
+
+
+def _backend(config: Config) -> AttentionBackend | None:
+    return ATTENTION_BACKENDS.get(choose_attention(config.policy.attention.value, packed=config.packed))
+
+
+def _attention_unfit(config: Config) -> bool:
+    backend = _backend(config)
+    device = "cuda" if config.trainer.accelerator == "gpu" else "cpu"
+    return backend is None or device not in backend.devices or config.policy.dtype.value not in backend.dtypes
+
+
+def _crosses_documents(config: Config) -> bool:
+    backend = _backend(config)
+    return config.packed and backend is not None and not backend.documents
+
+
+def _separate_scoring(config: Config) -> bool:
+    return config.scoring.mode is ScoringMode.always or config.batch.steps_per_collection > 1
+
+
+def _nothing_to_resume(config: Config) -> bool:
+    checkpoints = Path(config.run_dir).glob("checkpoints/step-*")
+    return not any(path.name.removeprefix("step-").isdigit() for path in checkpoints)
+
+
+def _uncontained(run_name: str) -> bool:
+    path = Path(run_name)
+    return not run_name or path.is_absolute() or ".." in path.parts
+
+
+POLICY = (
+    Rule(
+        keys=("policy.attention", "packing"),
+        refuses="this attention does not honour document boundaries: packed samples would see each other",
+        fix="choose policy.attention=reference or auto, or packing=none",
+        example=("policy.attention=torch",),
+        when=_crosses_documents,
+        planning=True,
+    ),
+    Rule(
+        keys=("policy.attention", "trainer.accelerator", "policy.dtype"),
+        refuses="no such attention in this version for this accelerator and compute dtype",
+        fix=f"choose policy.attention=auto, or one of {', '.join(ATTENTION_BACKENDS)}",
+        example=("policy.attention=flash_2",),
+        when=_attention_unfit,
+    ),
+    Rule(
+        keys=("policy.replay", "model.num_experts"),
+        refuses="routes to replay in a model that routes nothing",
+        fix="leave policy.replay=null",
+        example=("policy.replay=true", "model.num_experts=0"),
+        when=lambda c: c.policy.replay is True and not c.model.routed_layers,
+    ),
+    Rule(
+        keys=("policy.replay", "recipe"),
+        refuses="supervised documents have no recorded routes",
+        fix="leave policy.replay=null",
+        example=("recipe=sft", "policy.replay=true"),
+        when=lambda c: c.policy.replay is True and c.recipe is Recipe.sft,
+    ),
+    Rule(
+        keys=("policy.compile",),
+        refuses="compiled blocks are not part of this version",
+        fix="leave policy.compile=false",
+        example=("policy.compile=true",),
+        when=lambda c: c.policy.compile,
+    ),
+)
+
+LOSS = (
+    Rule(
+        keys=("loss.kl_coef", "rollouts"),
+        refuses="the KL term needs reference log-probs, which only recorded files carry in this version",
+        fix="set loss.kl_coef=0, or choose rollouts=files with ref_logprobs",
+        example=("loss.kl_coef=0.01",),
+        when=lambda c: c.loss.kl_coef > 0 and c.generates,
+    ),
+    Rule(
+        keys=("loss.kl",),
+        refuses="no effect with loss.kl_coef=0",
+        fix="give loss.kl_coef, or leave loss.kl=k3",
+        example=("loss.kl=k1",),
+        when=lambda c: c.loss.kl_coef == 0,
+        select=changed,
+    ),
+    Rule(
+        keys=("loss.dual_clip", "loss"),
+        refuses="no effect: this objective keeps the gradient of every token",
+        fix="leave loss.dual_clip=null, or choose loss=grpo or loss=gspo",
+        example=("loss=cispo", "loss.dual_clip=3.0"),
+        when=lambda c: c.loss.kind is LossKind.cispo and c.loss.dual_clip is not None,
+    ),
+    Rule(
+        keys=("loss.constant_length", "loss.reduction"),
+        refuses="no effect: tokens are averaged over all responses together",
+        fix="set loss.reduction=response, or leave loss.constant_length=null",
+        example=("loss.constant_length=16",),
+        when=lambda c: c.loss.constant_length is not None and c.loss.reduction is Reduction.token,
+    ),
+    Rule(
+        keys=("loss.tis_level", "loss.tis_bound"),
+        refuses="no effect without clips of the importance weight",
+        fix="give loss.tis_low or loss.tis_high, or leave it at its default",
+        example=("loss.tis_level=sequence",),
+        when=lambda c: c.loss.tis_low is None and c.loss.tis_high is None,
+        select=changed,
+    ),
+    Rule(
+        keys=("loss.router_aux_weight", "loss.router_z_weight"),
+        refuses="a router loss for a model without routers",
+        fix="leave it at 0, or give model.num_experts",
+        example=("model.num_experts=0", "loss.router_z_weight=0.001"),
+        when=lambda c: not c.model.routed_layers,
+        select=changed,
+    ),
+    Rule(
+        keys=(
+            "loss.router_aux_grouping",
+            "loss.router_aux_reduction",
+            "loss.router_z_reduction",
+            "loss.router_count_source",
+        ),
+        refuses="this form of the router losses is not part of this version",
+        fix=f"leave {AuxGrouping.pack.value}, {Reduction.token.value}, {CountSource.dispatch.value}",
+        example=("loss.router_aux_grouping=sequence", "loss.router_count_source=current"),
+        select=changed,
+    ),
+    Rule(
+        keys=("scoring.check_interval", "scoring.tolerance"),
+        refuses="no effect: every update has a scoring pass of its own, there is nothing to check",
+        fix="leave it at its default, or set scoring.mode=auto batch.steps_per_collection=1",
+        example=("scoring.mode=always", "scoring.tolerance=0.1"),
+        when=_separate_scoring,
+        select=changed,
+    ),
+)
+
+TASK = (
+    Rule(
+        keys=("task", "task.name"),
+        refuses="a dataset of reasoning-gym is not named",
+        fix="set task.name, for example task.name=chain_sum",
+        example=("task=reasoning_gym", "task.name=null"),
+        when=lambda c: c.task.kind is TaskKind.reasoning_gym and c.task.name is None,
+    ),
+    Rule(
+        keys=("task", "task.path"),
+        refuses="the file with prompts and answers is not named",
+        fix="set task.path",
+        example=("task=jsonl",),
+        when=lambda c: c.task.kind is TaskKind.jsonl and c.task.path is None,
+    ),
+    Rule(
+        keys=("task.name",),
+        refuses="no effect without task=reasoning_gym",
+        fix="leave it null",
+        example=("task.name=chain_sum",),
+        when=lambda c: c.task.kind is not TaskKind.reasoning_gym,
+        select=changed,
+    ),
+    Rule(
+        keys=("task.path", "task.verifier"),
+        refuses="no effect without task=jsonl",
+        fix="leave it at its default",
+        example=("task.path=problems.jsonl", "+task.verifier._target_=builtins.float"),
+        when=lambda c: c.task.kind is not TaskKind.jsonl,
+        select=changed,
+    ),
+    Rule(
+        keys=("task.parameters",),
+        refuses="no effect with task=jsonl: the file holds the problems",
+        fix="leave it empty",
+        example=("task=jsonl", "task.path=problems.jsonl", "+task.parameters.digits=2"),
+        when=lambda c: c.task.kind is TaskKind.jsonl,
+        select=changed,
+    ),
+    Rule(
+        keys=("task.verifier",),
+        refuses="a verifier without _target_",
+        fix="give the function's import path: +task.verifier._target_=package.function",
+        example=("task=jsonl", "task.path=problems.jsonl", "+task.verifier.target=f"),
+        when=lambda c: bool(c.task.verifier) and "_target_" not in c.task.verifier,
+    ),
+)
+
+RUN = (
+    Rule(
+        keys=("run_name",),
+        refuses="the run directory would not lie under outputs/",
+        fix="give a relative name without ..",
+        example=("run_name=../elsewhere",),
+        when=lambda c: _uncontained(c.run_name),
+        planning=True,
+    ),
+    Rule(
+        keys=("run_name", "recipe"),
+        refuses="the run directory holds an earlier run of this recipe (read from disk)",
+        fix="continue it with ckpt_path=last, replace it with overwrite=true, or choose another run_name",
+        example=("run_dir={run}",),
+        when=lambda c: bool(run_files(c)) and not c.overwrite and not (trains(c) and c.ckpt_path == "last"),
+    ),
+    Rule(
+        keys=("ckpt_path", "run_name"),
+        refuses="the run directory holds no complete checkpoint (read from disk)",
+        fix="start with ckpt_path=null",
+        example=("ckpt_path=last", "run_dir={run}"),
+        when=lambda c: trains(c) and bool(c.run_dir) and c.ckpt_path == "last" and _nothing_to_resume(c),
+    ),
+    Rule(
+        keys=("ckpt_path", "overwrite"),
+        refuses="continuing a run and replacing it exclude each other",
+        fix="drop one of them",
+        example=("ckpt_path=last", "overwrite=true"),
+        when=lambda c: trains(c) and c.ckpt_path == "last" and c.overwrite,
+    ),
+    Rule(
+        keys=("ckpt_path", "init_from"),
+        refuses="a resumed run brings its weights with it",
+        fix="drop one of them",
+        example=("ckpt_path=last", "init_from=weights"),
+        when=lambda c: c.ckpt_path is not None and c.init_from is not None,
+    ),
+    Rule(
+        keys=("ckpt_path", "recipe"),
+        refuses="only train and sft resume",
+        fix="name the weights with init_from",
+        example=("recipe=rollout", "ckpt_path=last"),
+        when=lambda c: c.ckpt_path is not None and not trains(c),
+    ),
+    Rule(
+        keys=("ckpt_path", "init_from"),
+        refuses="no such file or directory (read from disk)",
+        fix="give outputs/<run>/checkpoints/<step>, a weights file, or null",
+        example=("init_from=/nowhere",),
+        select=lambda c, key: (path := getattr(c, key)) not in (None, "last") and not Path(path).exists(),
+    ),
+    Rule(
+        keys=("warm_start.steps", "recipe"),
+        refuses="a warm start belongs to train and rollout",
+        fix="set warm_start.steps=0",
+        example=("recipe=sft", "warm_start.steps=5"),
+        when=lambda c: c.warm_start.steps > 0 and c.recipe in (Recipe.sft, Recipe.score),
+    ),
+    Rule(
+        keys=("callbacks.keep_checkpoints",),
+        refuses="no effect: without callbacks.checkpoint_interval a run leaves one checkpoint",
+        fix="give callbacks.checkpoint_interval, or leave it at its default",
+        example=("callbacks.keep_checkpoints=5", "callbacks.checkpoint_interval=null"),
+        when=lambda c: c.callbacks.checkpoint_interval is None,
+        select=changed,
+    ),
+    Rule(
+        keys=("logger.project", "logger.offline"),
+        refuses="no effect with logger=csv",
+        fix="leave it at its default, or choose logger=wandb",
+        example=("logger.offline=false",),
+        when=lambda c: c.logger.kind is LoggerKind.csv,
+        select=changed,
+    ),
+)

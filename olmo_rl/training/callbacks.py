@@ -1,0 +1,221 @@
+"""What happens around updates: the contract log, held-out evaluation, the progress display."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from typing_extensions import override
+
+from olmo_rl.config import Config
+from olmo_rl.data.packs import PackedBatch
+from olmo_rl.planning.report import draw_packs
+from olmo_rl.policy.engine import Request
+from olmo_rl.training.build import LocalRollouts
+from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.sources import response_text
+from olmo_rl.training.strategy import ExpertParallelStrategy
+
+
+class ContractLog(Callback):
+    """`training_contract_rank{r}.jsonl`: what every update really did, one line per event, appended on
+    resume.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._run_dir = Path(run_dir)
+        self._file: IO[str] | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        path = self._run_dir / f"training_contract_rank{trainer.global_rank}.jsonl"
+        self._file = path.open("a", encoding="utf-8")
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def write(self, event: str, *, trainer: Trainer, **values: object) -> None:
+        """One line: event, step, rank, then the event's own values."""
+        assert self._file is not None
+        record = {"event": event, "step": trainer.global_step, "rank": trainer.global_rank} | values
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, batch_idx: int
+    ) -> None:
+        module = cast(PolicyModule, pl_module)
+        if module.report is None:
+            self.write("skipped", trainer=trainer, facts=batch.facts)
+            return
+        self.write(
+            "packing",
+            trainer=trainer,
+            samples=sum(len(pack.ids) for pack in batch.packs),
+            packs=len(batch.packs),
+            real_tokens=sum(pack.real_tokens for pack in batch.packs),
+            max_pack_tokens=max(pack.real_tokens for pack in batch.packs),
+            token_budget=batch.budget,
+            fill=batch.facts["packing/fill"],
+            samples_per_pack=[len(pack.ids) for pack in batch.packs],
+        )
+        for event, values in module.report.events().items():
+            self.write(event, trainer=trainer, **values)
+
+
+class Evaluation(Callback):
+    """Greedy accuracy on held-out problems: before the first update, every `task.eval_interval` updates, at
+    the end.
+
+    Routes are live: evaluation never replays. Ranks share the problems; the accuracy is one global count
+    divided by the number of problems.
+    """
+
+    def __init__(self, config: Config, *, local: LocalRollouts, contract: ContractLog) -> None:
+        self._config = config
+        self._problems = local.task.held_out(config.task.eval_problems)
+        self._local = local
+        self._contract = contract
+        self.results: dict[int, float] = {}
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not on_train_start, which reaches callbacks before the module publishes its weights.
+        if trainer.global_step == 0:
+            self._evaluate(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        interval = self._config.task.eval_interval
+        step = trainer.global_step
+        due = (interval > 0 and step % interval == 0) or step == trainer.max_steps or trainer.should_stop
+        if due and step not in self.results:
+            pl_module.log("eval/accuracy", self._evaluate(trainer), batch_size=1)
+
+    def _evaluate(self, trainer: Trainer) -> float:
+        strategy = cast(ExpertParallelStrategy, trainer.strategy)
+        mine = self._problems[strategy.global_rank :: strategy.world_size]
+        generations = self._local.engine.generate(
+            [
+                Request(id=problem.prompt, tokens=self._local.tokenizer.encode(problem.prompt))
+                for problem in mine
+            ],
+            max_new_tokens=self._config.rollouts.max_new_tokens,
+            stop_token=self._local.tokenizer.eos_id,
+            greedy=True,
+            seed=0,
+        )
+        correct = sum(
+            self._local.task.reward(problem, response_text(generation, tokenizer=self._local.tokenizer))
+            for problem, generation in zip(mine, generations, strict=True)
+        )
+        total = strategy.sum_over_ranks(
+            torch.tensor([correct], device=strategy.root_device, dtype=torch.float64)
+        )
+        accuracy = float(total) / len(self._problems)
+        self.results[trainer.global_step] = accuracy
+        self._contract.write("evaluation", trainer=trainer, accuracy=accuracy, problems=len(self._problems))
+        return accuracy
+
+
+class PackPicture(Callback):
+    """packs.png: the plan of the first update, each rank's packs as stacked documents against the budget."""
+
+    def __init__(self, config: Config) -> None:
+        self._path = Path(config.run_dir) / "packs.png"
+        self._packed = config.packed
+        self._drawn = False
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, batch_idx: int
+    ) -> None:
+        if self._drawn or not trainer.is_global_zero or batch.plan is None:
+            return
+        self._drawn = True
+        lengths = [len(sample) for sample in batch.samples]
+        draw_packs(
+            batch.plan, lengths=lengths, budget=batch.budget if self._packed else None, path=self._path
+        )
+
+
+class ProgressDisplay(Callback):
+    """Two bars on a terminal: updates (reward, fill, tokens/s) and packs of this update; lines where output
+    is a file.
+    """
+
+    LINE_INTERVAL = 10
+
+    def __init__(self, *, label: str, total: int) -> None:
+        self._label = label
+        self._total = total
+        self._console = Console()
+        self._progress: Progress | None = None
+        self._updates: TaskID | None = None
+        self._packs: TaskID | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero or not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._console,
+        )
+        self._updates = self._progress.add_task(
+            self._label, total=self._total, completed=trainer.global_step, note=""
+        )
+        self._packs = self._progress.add_task("packs", total=None, note="")
+        self._progress.start()
+        cast(PolicyModule, pl_module).on_pack = self._show_packs
+
+    def _show_packs(self, done: int, total: int) -> None:
+        if self._progress is not None and self._packs is not None:
+            self._progress.update(self._packs, completed=done, total=total)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero:
+            return
+        note = self._note(cast(PolicyModule, pl_module), batch)
+        if self._progress is not None and self._updates is not None:
+            self._progress.update(self._updates, completed=trainer.global_step, note=note)
+        elif not self._console.is_terminal and (
+            trainer.global_step % self.LINE_INTERVAL == 0 or trainer.global_step == self._total
+        ):
+            print(f"{self._label} {trainer.global_step}/{self._total}  {note}", flush=True)
+
+    @staticmethod
+    def _note(module: PolicyModule, batch: PackedBatch) -> str:
+        if module.report is None:
+            return f"nothing to train on, {module.skipped_updates} updates skipped"
+        metrics = module.report.metrics() | batch.facts
+        parts = [f"reward {metrics['reward/mean']:.3f}"] if "reward/mean" in metrics else []
+        parts.append(f"loss {metrics['loss/total']:+.4f}")
+        parts.append(f"fill {metrics['packing/fill']:.2f}")
+        parts.append(f"{metrics['throughput/real_tokens_per_second']:,.0f} tokens/s")
+        return "  ".join(parts)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,43 @@
+"""reward.png: what a run learned, drawn from its own metrics.csv and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from olmo_rl.training.metrics_csv import read_metrics
+
+SMOOTHING = 10  # updates
+
+
+def draw_reward(metrics: Path, *, evaluations: Mapping[int, float], path: Path, title: str) -> None:
+    """Mean reward of every collection, its running mean, and greedy held-out accuracy over updates."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in read_metrics(metrics) if "reward/mean" in row]
+    steps = np.array([row["step"] for row in rows])
+    rewards = np.array([row["reward/mean"] for row in rows])
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, rewards, color="#9ecae1", linewidth=1, label="mean reward of the sampled responses")
+    if len(rewards) >= SMOOTHING:
+        smooth = np.convolve(rewards, np.ones(SMOOTHING) / SMOOTHING, mode="valid")
+        axes.plot(
+            steps[SMOOTHING - 1 :], smooth, color="#1f6fb4", linewidth=2, label=f"mean of {SMOOTHING} updates"
+        )
+    if evaluations:
+        points = sorted(evaluations.items())
+        axes.plot(
+            [step for step, _ in points],
+            [accuracy for _, accuracy in points],
+            color="#d6604d",
+            marker="o",
+            linewidth=1.5,
+            label="greedy accuracy, held-out problems",
+        )
+    axes.set(xlabel="update", ylabel="reward, accuracy", title=title, ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    figure.savefig(path)

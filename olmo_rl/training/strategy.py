@@ -1,0 +1,99 @@
+"""The Lightning strategy: meshes of an expert-parallel world, the one way to run the model, and the
+collectives we use.
+
+Every forward (training, scoring, evaluation of log-probs) goes through `forward_pack`, which builds the
+`PackContext` and so sets document boundaries and replayed routes. Nothing else in this project calls the
+decoder on a pack.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from olmo_rl.config import Config, Dtype
+from olmo_rl.data.packs import Pack, RouteMode, RouteTrace
+from olmo_rl.policy import titan
+from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder
+from olmo_rl.types import Topology
+
+
+class ExpertParallelStrategy(ModelParallelStrategy):
+    """FSDP2 over all ranks for dense weights, expert parallelism over `strategy.ep_degree` consecutive ranks.
+
+    One process works too: the model then stays unsharded. Gradients are summed, never averaged: losses are
+    divided by global counts before backward.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(timeout=timedelta(seconds=config.strategy.timeout_seconds))
+        self.topology = Topology(config.trainer.world_size, config.strategy.ep_degree)
+        self.dtype = torch.bfloat16 if config.policy.dtype is Dtype.bfloat16 else torch.float32
+        self.recompute = config.policy.recompute
+        self._dims: titan.ParallelDims | None = None
+
+    def join(self) -> None:
+        """Join the process group before Lightning does, for decisions that ranks must share. A Trainer owns
+        us by now.
+        """
+        self._setup_distributed()
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        titan.prepare(self.root_device.type)
+        self._setup_distributed()
+        assert dist.get_world_size() == self.topology.world_size, (
+            "processes.run_ranks checks the world size first"
+        )
+        self._dims = titan.build_parallel_dims(self.topology, device_type=self.root_device.type)
+        self._device_mesh = self._dims.get_mesh("fsdp")
+        self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def parallelize(self, decoder: HybridDecoder) -> None:
+        """Shard a fully initialised decoder in place; one process leaves it whole."""
+        decoder.to(self.root_device)
+        if self.topology.world_size == 1:
+            decoder.recompute = self.recompute
+            return
+        assert self._dims is not None
+        titan.parallelize(decoder, dims=self._dims, dtype=self.dtype, recompute=self.recompute)
+
+    def forward_pack(
+        self,
+        pack: Pack,
+        *,
+        mode: RouteMode,
+        rows: Tensor | None = None,
+        trace: RouteTrace | None = None,
+    ) -> DecoderOutput:
+        """Run the policy on one pack that lies on `root_device`. Logits [R, V] of `rows` (None = all
+        rows).
+        """
+        decoder = cast(Any, self.lightning_module).decoder
+        return cast(DecoderOutput, decoder(pack["tokens"], pack.context(mode=mode, trace=trace), rows))
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """All-reduced sum of a small tensor; every rank calls it once per update, so counts agree."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """What every rank passed, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered

@@ -1,0 +1,81 @@
+"""Supervised updates before a recipe, cached by everything that shapes them. Not part of
+trainer.max_steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from olmo_rl.config import Config
+from olmo_rl.data.tasks import build_task, load_tokenizer
+from olmo_rl.policy.interop import save_weights
+from olmo_rl.training.build import build_trainer
+from olmo_rl.training.callbacks import ProgressDisplay
+from olmo_rl.training.demonstrations import DemonstrationDataModule
+from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.training.update import SUPERVISED
+
+
+def warm_start(config: Config) -> Config:
+    """The configuration with `init_from` pointing at warmed weights; unchanged where no warm start is asked
+    for.
+
+    A collective of all ranks. Rank 0 decides whether the cache serves, so that a file that appears meanwhile
+    cannot send ranks separate ways.
+    """
+    if config.warm_start.steps == 0 or config.ckpt_path is not None:
+        return config
+    path = Path(config.cache_dir) / "warm_start" / f"{_digest(config)}.safetensors"
+    supervised = replace(config, optim=replace(config.optim, lr=config.warm_start.lr))
+    strategy = ExpertParallelStrategy(supervised)
+    steps = config.warm_start.steps
+    trainer = build_trainer(
+        supervised,
+        strategy=strategy,
+        max_steps=steps,
+        callbacks=[ProgressDisplay(label="warm-up", total=steps)] if config.callbacks.progress else [],
+        loggers=[],
+    )
+    strategy.join()
+    if not strategy.broadcast(path.is_file()):
+        module = PolicyModule(supervised, objective=SUPERVISED)
+        data = DemonstrationDataModule(
+            supervised,
+            task=build_task(config.task, seed=config.seed),
+            tokenizer=load_tokenizer(config.model.tokenizer),
+            samples_per_step=config.warm_start.samples_per_step,
+        )
+        trainer.fit(module, datamodule=data)
+        _save(module, path=path)
+    elif trainer.is_global_zero:
+        print(f"warm start: {path} serves, made earlier by the same configuration", flush=True)
+    return replace(config, init_from=str(path))
+
+
+def _save(module: PolicyModule, *, path: Path) -> None:
+    """A collective: every rank gathers, rank 0 writes, nobody goes on before the file is there."""
+    assert module.weights is not None
+    weights = module.weights.gather()
+    if module.strategy.global_rank == 0:
+        save_weights(weights, path)
+    module.strategy.barrier()
+
+
+def _digest(config: Config) -> str:
+    """Of every value that shapes the warmed weights."""
+    parts = {
+        "seed": config.seed,
+        "init_from": config.init_from,
+        "model": asdict(config.model),
+        "task": asdict(config.task),
+        "warm_start": asdict(config.warm_start),
+        "packing": asdict(config.packing),
+        "optim": asdict(config.optim),
+        "dtype": config.policy.dtype.value,
+        "topology": [config.trainer.world_size, config.strategy.ep_degree],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

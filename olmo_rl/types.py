@@ -1,0 +1,208 @@
+"""The nouns every floor shares: samples, collections, topology and pack plans. NumPy only, no torch.
+
+Per-token arrays are aligned to the token they describe: entry t describes token t. Routes are the exception
+that engines impose: row t holds the experts chosen while token t was read, so a sample of T tokens has T-1
+rows and the last token's row is synthetic (see `planning.loads.tail_routes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Refusal(ValueError):
+    """Configuration or data that we refuse. The process ends with exit code 2 and prints `reasons`, no
+    traceback.
+
+    Each reason is one line: what is wrong, where (config key, or file, sample id, layer, row), what to
+    change.
+    """
+
+    def __init__(self, reasons: str | Sequence[str]) -> None:
+        self.reasons: tuple[str, ...] = (reasons,) if isinstance(reasons, str) else tuple(reasons)
+        super().__init__("\n".join(self.reasons))
+
+    def __reduce__(self) -> tuple[type[Refusal], tuple[tuple[str, ...]]]:
+        return (Refusal, (self.reasons,))
+
+
+class RankFailed(RuntimeError):
+    """A process that we started for one rank failed.
+
+    The message holds that process's traceback, or `signum` is what killed it. The traceback of the process
+    that raises this says nothing more: print the message alone.
+    """
+
+    def __init__(self, message: str, *, signum: int | None = None) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Sample:
+    """One prompt and its response.
+
+    Shapes: `tokens` int32 [T]; `response_mask` bool [T], the tokens the policy generated; `loss_mask` bool
+    [T], the subset that is trained (None = all of it); `behavior_logprobs` and `ref_logprobs` float32 [T],
+    defined where `response_mask` is true; `routes` [T-1, layers, top_k] of any integer type, layer axis in
+    the order of `ExpertLayout.routed_layers`. `policy_version` counts the optimizer steps behind the sample's
+    oldest token.
+    """
+
+    id: str
+    group: str
+    tokens: NDArray[np.int32]
+    response_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    reward: float
+    policy_version: int = 0
+    loss_mask: NDArray[np.bool_] | None = None
+    ref_logprobs: NDArray[np.float32] | None = None
+    advantage: float | None = None
+    routes: NDArray[np.integer] | None = None
+    finish_reason: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def scored(self) -> NDArray[np.bool_]:
+        """bool [T]: tokens that enter the loss. The first token of a document has no preceding row and never
+        does.
+        """
+        mask = self.response_mask if self.loss_mask is None else self.response_mask & self.loss_mask
+        mask = mask.copy()
+        mask[:1] = False
+        return mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayout:
+    """What routes refer to: `num_experts` logical experts, `top_k` of them per token, in `routed_layers`
+    (global ids).
+    """
+
+    num_experts: int
+    top_k: int
+    routed_layers: tuple[int, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Collection:
+    """What a rollout source delivers at once. `layout` is None where no expert metadata exists (length-only
+    files).
+
+    `notes`: one line for the user about each thing that was there and is not used.
+    """
+
+    samples: list[Sample]
+    layout: ExpertLayout | None
+    source: str
+    model: str | None = None
+    tokenizer: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """int64 [samples]: tokens of each sample."""
+        return np.array([len(sample) for sample in self.samples], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Ranks and experts. A replica is `ep_degree` consecutive ranks that hold all experts once, in contiguous
+    blocks.
+    """
+
+    world_size: int
+    ep_degree: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.ep_degree < 1 or self.world_size % self.ep_degree:
+            raise Refusal(
+                f"strategy.ep_degree={self.ep_degree} does not divide the world size {self.world_size}: "
+                "choose an expert-parallel degree that divides trainer.devices x trainer.num_nodes"
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        return self.world_size // self.ep_degree
+
+    def replica_of(self, rank: int) -> int:
+        return rank // self.ep_degree
+
+    def ep_rank(self, rank: int) -> int:
+        return rank % self.ep_degree
+
+    def experts_per_rank(self, num_experts: int) -> int:
+        if num_experts % self.ep_degree:
+            raise Refusal(
+                f"model.num_experts={num_experts} is not divisible by strategy.ep_degree={self.ep_degree}: "
+                "every expert-parallel rank owns the same number of experts"
+            )
+        return num_experts // self.ep_degree
+
+    def destination_of(self, expert: int, num_experts: int) -> int:
+        """The EP rank that owns `expert`."""
+        return expert // self.experts_per_rank(num_experts)
+
+    def destinations(self, num_experts: int) -> NDArray[np.int64]:
+        """int64 [num_experts]: owner of every expert."""
+        return np.arange(num_experts, dtype=np.int64) // self.experts_per_rank(num_experts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchLog:
+    """How a plan was found. `stop_reason`: none | proposals | no_progress | deadline | bounds."""
+
+    seed: int
+    proposals: int
+    accepted: int
+    stop_reason: str
+    rejected: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackPlan:
+    """One optimizer step: `packs[rank][column]` is a tuple of positions into the step's sample list.
+
+    `search` is None where the order of arrival was kept.
+    """
+
+    packs: tuple[tuple[tuple[int, ...], ...], ...]
+    search: SearchLog | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.packs)
+
+    @property
+    def packs_per_rank(self) -> int:
+        return len(self.packs[0])
+
+    @property
+    def positions(self) -> list[int]:
+        """Every position, rank by rank, column by column."""
+        return [i for rank in self.packs for pack in rank for i in pack]
+
+    def check(self, lengths: Sequence[int] | NDArray[np.int64], budget: int) -> None:
+        """Raise AssertionError unless every sample is packed exactly once, no pack is empty or over budget,
+        all ranks run the same number of packs and, where nothing was searched, rank w holds positions w, w +
+        W, ... in order.
+        """
+        assert sorted(self.positions) == list(range(len(lengths))), "every sample must be packed exactly once"
+        assert len({len(rank) for rank in self.packs}) == 1, "all ranks must run the same number of packs"
+        for rank, packs in enumerate(self.packs):
+            if self.search is None:
+                arrival = list(range(rank, len(lengths), self.world_size))
+                assert [i for pack in packs for i in pack] == arrival, f"rank {rank} reorders its samples"
+            for column, pack in enumerate(packs):
+                assert pack, f"rank {rank} column {column} is an empty pack"
+                tokens = sum(int(lengths[i]) for i in pack)
+                assert tokens <= budget, f"rank {rank} column {column}: {tokens} tokens, budget {budget}"

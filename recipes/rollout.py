@@ -1,0 +1,55 @@
+"""Generate collections with the local engine and write them as rollout files that `rollouts=files` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from olmo_rl.config import Config
+from olmo_rl.data.files import write_collection
+from olmo_rl.training.build import build_local, build_trainer
+from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.processes import run_ranks
+from olmo_rl.training.sources import LocalSource
+from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.training.update import POLICY
+from olmo_rl.training.warm_start import warm_start
+
+
+def run(config: Config) -> None:
+    """Start the ranks of this job; every rank runs `generate`."""
+    run_ranks(generate, config)
+
+
+def generate(config: Config) -> None:
+    """One rank, top to bottom: load weights, publish them to the engine, draw, write."""
+    config = warm_start(config)
+    strategy = ExpertParallelStrategy(config)
+    local = build_local(config)
+    source = LocalSource(config, local=local, strategy=strategy)
+    directory = Path(config.run_dir) / "rollouts"
+
+    module = PolicyModule(config, objective=POLICY)
+    module.publish = local.engine.publish
+    samples = config.batch.samples_per_step
+    assert samples is not None, "refusals require batch.samples_per_step for a generating source"
+    groups = -(-samples * config.batch.steps_per_collection // config.rollouts.group_size)
+
+    def draw(index: torch.Tensor) -> None:
+        collection = source.draw(int(index), attempt=0, groups=groups)
+        assert collection is not None, "a generating source is never exhausted"
+        if strategy.global_rank == 0:
+            path = directory / f"collection-{int(index):05d}.parquet"
+            write_collection(collection, path)
+            rewards = [sample.reward for sample in collection.samples]
+            tokens = int(collection.lengths.sum())
+            mean = sum(rewards) / len(rewards)
+            print(f"{path.name}: {len(rewards)} samples, {tokens} tokens, mean reward {mean:.3f}")
+
+    module.on_predict = draw
+    trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])
+    trainer.predict(module, dataloaders=range(config.rollouts.collections), return_predictions=False)
+    if trainer.is_global_zero:
+        Console().print(f"rollouts: {directory}", soft_wrap=True)

@@ -1,0 +1,62 @@
+"""Refuse everything that can be refused, all at once, before weights load; else tell what the run would be.
+
+No process group and no weights: the model is built without storage. The configured device and topology are
+judged, not this machine's.
+"""
+
+from __future__ import annotations
+
+from olmo_rl.backends import choose_attention
+from olmo_rl.config import Config
+from olmo_rl.data.preflight import Findings, look_into_files, look_into_task
+from olmo_rl.planning.report import scoring_remark
+from olmo_rl.refusals import refusals
+from olmo_rl.types import Refusal, Topology
+
+
+def run(config: Config) -> None:
+    """The configuration, the files and the task it names, then the model."""
+    findings = Findings(reasons=refusals(config))
+    look_into_files(config, findings, plan=not findings.reasons)
+    look_into_task(config, findings)
+    if findings.reasons:
+        raise Refusal(findings.reasons)
+
+    model, topology = config.model, Topology(config.world_size, config.ep_degree)
+    attention = choose_attention(config.policy.attention.value, packed=config.packed)
+    total, active = count_parameters(config, attention=attention)
+    ranks = f"{config.world_size} x {config.trainer.accelerator}"
+    rows = f"rows of up to {config.budget:,} tokens" if config.packed else "off, one sample a forward"
+    print(f"{config.run_name}: nothing is refused")
+    tell("ranks", f"{ranks}, expert-parallel degree {config.ep_degree}")
+    tell("model", f"{total:,} parameters, {active:,} active per token, {len(model.layer_types)} layers")
+    if model.routed_layers:
+        owned, routes = topology.experts_per_rank(model.num_experts), "replayed" if config.replay else "live"
+        tell("experts", f"{model.num_experts}, top {model.top_k}, {owned} on each rank, routes {routes}")
+    tell("attention", f"{attention}, computed in {config.policy.dtype.value}")
+    tell("packing", f"{rows}; balance {config.balance.kind.value}")
+    if findings.files:
+        samples = f"{findings.samples:,} samples of up to {findings.longest:,} tokens"
+        tell("files", f"{findings.files}, {samples}, {findings.updates} updates")
+    for note in findings.notes:
+        tell("note", note)
+    steps = max(config.batch.steps_per_collection, findings.most_updates)
+    print(scoring_remark(config.scoring, steps_per_collection=steps))
+
+
+def count_parameters(config: Config, *, attention: str) -> tuple[int, int]:
+    """Parameters of the whole model, and those that one token meets."""
+    import torch  # after the refusals: they need none of it, and it takes seconds
+
+    from olmo_rl.policy.hybrid import HybridDecoder
+
+    model = config.model
+    with torch.device("meta"):
+        decoder = HybridDecoder(model, attention=attention)
+    total = sum(parameter.numel() for parameter in decoder.parameters())
+    expert = 3 * (model.latent_dim or model.dim) * model.expert_hidden
+    return total, total - len(model.routed_layers) * expert * max(0, model.num_experts - model.top_k)
+
+
+def tell(name: str, text: str) -> None:
+    print(f"  {name:<10} {text}")

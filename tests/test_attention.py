@@ -1,0 +1,217 @@
+"""Document-aware attention: values, gradients, isolation, decoding, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from olmo_rl.backends import ATTENTION_BACKENDS
+from olmo_rl.config import ModelConfig
+from olmo_rl.data.packs import PackContext
+from olmo_rl.policy.attention import DocumentAttention, document_attention, rotate
+from olmo_rl.types import Refusal
+
+LENGTHS = (5, 1, 2, 17, 9, 3)
+
+
+def context_of(lengths: Sequence[int]) -> PackContext:
+    boundaries = [0]
+    for length in lengths:
+        boundaries.append(boundaries[-1] + length)
+    return PackContext(
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor(boundaries, dtype=torch.int32),
+        boundaries=tuple(boundaries),
+        max_seqlen=max(lengths),
+        real_tokens=boundaries[-1],
+    )
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def spelled_out(q: Tensor, *, k: Tensor, v: Tensor, boundaries: Sequence[int], window: int | None) -> Tensor:
+    """Softmax over the allowed past, one query token and head at a time."""
+    group = q.shape[1] // k.shape[1]
+    rows = []
+    for start, stop in zip(boundaries, boundaries[1:], strict=False):
+        for t in range(start, stop):
+            first = start if window is None else max(start, t + 1 - window)
+            heads = []
+            for h in range(q.shape[1]):
+                scores = k[first : t + 1, h // group] @ q[t, h] / math.sqrt(q.shape[2])
+                heads.append(torch.softmax(scores, 0) @ v[first : t + 1, h // group])
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def layer_of(
+    *, window: int | None = None, backend: str = "reference", **changes: object
+) -> DocumentAttention:
+    torch.manual_seed(0)
+    config = ModelConfig(**{"dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **changes})
+    return DocumentAttention(config, window=window, backend=backend)
+
+
+def test_without_queries_attention_is_the_mean_of_the_documents_own_past() -> None:
+    v = torch.tensor([1.0, 3.0, 10.0, 20.0, 60.0])[:, None, None]
+    zeros = torch.zeros(5, 1, 1)
+    context = context_of([2, 3])
+    full = document_attention(zeros, k=zeros, v=v, context=context, backend="reference", window=None)
+    near = document_attention(zeros, k=zeros, v=v, context=context, backend="reference", window=2)
+    assert full.flatten().tolist() == [1.0, 2.0, 10.0, 15.0, 30.0]
+    assert near.flatten().tolist() == [1.0, 2.0, 10.0, 15.0, 40.0]
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_reference_equals_softmax_spelled_out_in_values_and_gradients(
+    window: int | None, kv_heads: int
+) -> None:
+    total = sum(LENGTHS)
+    q, k, v = (
+        normal(total, h, 6, seed=h + i).requires_grad_() for i, h in enumerate((4, kv_heads, kv_heads))
+    )
+    context = context_of(LENGTHS)
+    ours = document_attention(q, k=k, v=v, context=context, backend="reference", window=window)
+    theirs = spelled_out(q, k=k, v=v, boundaries=context.boundaries, window=window)
+    weight = normal(*ours.shape, seed=9)
+    assert (ours - theirs).abs().max() < 1e-12
+    for a, b in zip(
+        torch.autograd.grad(ours, (q, k, v), weight),
+        torch.autograd.grad(theirs, (q, k, v), weight),
+        strict=True,
+    ):
+        assert (a - b).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("changed", range(len(LENGTHS)))
+def test_changing_one_document_moves_no_other_row_by_a_single_bit(changed: int, window: int | None) -> None:
+    layer, context = layer_of(window=window), context_of(LENGTHS)
+    x = normal(sum(LENGTHS), 24, seed=1, dtype=torch.float32)
+    other = x.clone()
+    own = slice(context.boundaries[changed], context.boundaries[changed + 1])
+    other[own] = normal(LENGTHS[changed], 24, seed=2, dtype=torch.float32)
+    difference = (layer(x, context) - layer(other, context)).abs()
+    assert difference[own].min(dim=0).values.max() > 0
+    difference[own] = 0
+    assert difference.max() == 0.0
+
+
+def test_with_boundaries_withheld_every_later_row_moves() -> None:
+    layer = layer_of()
+    total = sum(LENGTHS)
+    whole = PackContext(
+        positions=context_of(LENGTHS).positions,  # restarted positions are no isolation
+        cu_seqlens=torch.tensor([0, total], dtype=torch.int32),
+        boundaries=(0, total),
+        max_seqlen=total,
+        real_tokens=total,
+    )
+    x = normal(total, 24, seed=1, dtype=torch.float32)
+    other = x.clone()
+    other[: LENGTHS[0]] = normal(LENGTHS[0], 24, seed=2, dtype=torch.float32)
+    moved = (layer(x, whole) - layer(other, whole)).abs().amax(1)[LENGTHS[0] :]
+    assert moved.min() > 1e-5
+
+
+def test_a_nan_stays_in_its_document() -> None:
+    layer, context = layer_of(), context_of([3, 4, 5])
+    x = normal(12, 24, seed=1, dtype=torch.float32)
+    x[4] = math.nan
+    out = layer(x, context)
+    assert out[:3].isfinite().all()
+    assert out[7:].isfinite().all()
+    assert out[4:7].isnan().all()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_packed_row_equals_its_documents_on_their_own(window: int | None) -> None:
+    layer = layer_of(window=window).double()
+    x = normal(sum(LENGTHS), 24, seed=1)
+    packed = layer(x, context_of(LENGTHS))
+    alone = torch.cat([layer(part, context_of([len(part)])) for part in x.split(LENGTHS)])
+    assert (packed - alone).abs().max() < 1e-12
+    weight = normal(*x.shape, seed=3)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    for name, a, b in zip(
+        names,
+        torch.autograd.grad(packed, parameters, weight),
+        torch.autograd.grad(alone, parameters, weight),
+        strict=True,
+    ):
+        assert (a - b).abs().max() <= 1e-12 * (1 + b.abs().max()), name
+
+
+def test_torch_backend_equals_reference_on_a_single_document() -> None:
+    for window in (None, 4):
+        x = normal(11, 24, seed=1)
+        ours = layer_of(window=window).double()(x, context_of([11]))
+        plain = layer_of(window=window, backend="torch").double()(x, context_of([11]))
+        assert (ours - plain).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("window", "changes"),
+    [
+        (None, {}),
+        (4, {}),
+        (None, {"rope_theta": None, "qk_norm": False}),
+        (3, {"num_kv_heads": 4}),
+    ],
+)
+def test_decode_steps_equal_the_packed_forward(window: int | None, changes: dict[str, object]) -> None:
+    layer = layer_of(window=window, **changes).double()
+    x = normal(3, 9, 24, seed=1)
+    packed = layer(x.flatten(0, 1), context_of([9, 9, 9])).view(3, 9, 24)
+    state = layer.init_state(3, length=9, device=torch.device("cpu"), dtype=torch.float64)
+    steps = [layer.step(x[:, t], position=t, state=state) for t in range(9)]
+    assert (packed - torch.stack(steps, 1)).abs().max() < 1e-12
+
+
+def test_rotation_leaves_scores_to_the_distance_alone_and_keeps_lengths() -> None:
+    q, k = normal(1, 1, 8, seed=1), normal(1, 1, 8, seed=2)
+
+    def score(a: int, b: int) -> Tensor:
+        return (
+            rotate(q, positions=torch.tensor([a]), theta=100.0)
+            * rotate(k, positions=torch.tensor([b]), theta=100.0)
+        ).sum()
+
+    assert (score(7, 4) - score(103, 100)).abs() < 1e-12
+    assert (score(7, 4) - score(7, 5)).abs() > 1e-3
+    assert (rotate(q, positions=torch.tensor([5]), theta=100.0).norm() - q.norm()).abs() < 1e-12
+    assert torch.equal(rotate(q, positions=torch.tensor([0]), theta=100.0), q)
+
+
+def test_the_layer_takes_positions_from_the_context() -> None:
+    layer, context = layer_of(), context_of([4, 3])
+    x = normal(7, 24, seed=1, dtype=torch.float32)
+    stretched = PackContext(
+        positions=context.positions * 3,
+        cu_seqlens=context.cu_seqlens,
+        boundaries=context.boundaries,
+        max_seqlen=4,
+        real_tokens=7,
+    )
+    assert (layer(x, context) - layer(x, stretched)).abs().max() > 1e-4
+    assert (layer(x, context)[4:] - layer(x[4:], context_of([3]))).abs().max() < 1e-6
+
+
+def test_torch_backend_refuses_more_than_one_document_naming_both_keys() -> None:
+    layer = layer_of(backend="torch")
+    with pytest.raises(Refusal, match=r"policy\.attention=torch.*2 documents.*packing\.kind"):
+        layer(normal(7, 24, seed=1, dtype=torch.float32), context_of([4, 3]))
+
+
+def test_unknown_and_unimplemented_backends_are_refused_by_name() -> None:
+    x = normal(3, 1, 8, seed=1)
+    for name in ("fastest", *(set(ATTENTION_BACKENDS) - {"torch", "reference"})):
+        with pytest.raises(Refusal, match=rf"policy\.attention={name} .*reference, torch"):
+            document_attention(x, k=x, v=x, context=context_of([3]), backend=name, window=None)

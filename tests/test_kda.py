@@ -1,0 +1,294 @@
+"""Kimi Delta Attention: the chunked form against the recurrence, isolation, strong decay, decoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from olmo_rl.config import ModelConfig
+from olmo_rl.data.packs import PackContext
+from olmo_rl.policy.delta_rule import CHUNK, chunk_table, kda_chunked, kda_recurrent, kda_step
+from olmo_rl.policy.kda import DecayGate, KimiDeltaAttention, short_convolution
+
+LENGTHS = (1, 2, 15, 16, 17, 40, 3, 64, 33)
+
+
+def bounds(lengths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sum(lengths[:i]) for i in range(len(lengths) + 1))
+
+
+def context_of(lengths: Sequence[int]) -> PackContext:
+    return PackContext(
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor(bounds(lengths), dtype=torch.int32),
+        boundaries=bounds(lengths),
+        max_seqlen=max(lengths),
+        real_tokens=sum(lengths),
+    )
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def draw(
+    tokens: int, *, decay: float, seed: int = 0, beta: float = 1.0, dtype: torch.dtype = torch.float64
+) -> dict:
+    """Inputs of the delta rule: unit q and k, log decays in [-decay, 0], beta below `beta`."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(tokens, 2, 5, generator=generator, dtype=torch.float64) for _ in range(3))
+    inputs = {
+        "q": F.normalize(q, dim=-1),
+        "k": F.normalize(k, dim=-1),
+        "v": v[..., :3],
+        "g": -decay * torch.rand(tokens, 2, 5, generator=generator, dtype=torch.float64),
+        "beta": beta * torch.rand(tokens, 2, generator=generator, dtype=torch.float64),
+    }
+    return {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+
+
+def gradients(out: Tensor, inputs: dict[str, Tensor]) -> list[Tensor]:
+    weight = normal(*out.shape, seed=99).to(out.dtype)
+    return list(torch.autograd.grad(out, list(inputs.values()), weight))
+
+
+def layer_of(**changes: object) -> KimiDeltaAttention:
+    torch.manual_seed(0)
+    return KimiDeltaAttention(ModelConfig(**{"dim": 24, "kda_heads": 2, "kda_head_dim": 8, **changes}))
+
+
+def test_the_recurrence_by_hand() -> None:
+    e1, e2 = torch.eye(2, dtype=torch.float64)
+    k = torch.stack([e1, e2, e1])[:, None]
+    v = torch.tensor([[8.0], [5.0], [2.0]], dtype=torch.float64)[:, None]
+    g = torch.full((3, 1, 2), math.log(0.5), dtype=torch.float64)
+    beta = torch.tensor([[1.0], [1.0], [0.5]], dtype=torch.float64)
+    q = torch.stack([e1, e1, e1])[:, None] * math.sqrt(2)
+    # Written 8; decayed to 4; decayed to 2 and moved half way to 2. The last document starts from nothing:
+    # half of 2.
+    for boundaries, expected in (((0, 3), [8.0, 4.0, 2.0]), ((0, 2, 3), [8.0, 4.0, 1.0])):
+        slow, _ = kda_recurrent(q, k=k, v=v, g=g, beta=beta, boundaries=boundaries)
+        fast = kda_chunked(q, k=k, v=v, g=g, beta=beta, boundaries=boundaries)
+        assert torch.allclose(slow.flatten(), torch.tensor(expected, dtype=torch.float64), atol=1e-14)
+        assert torch.allclose(fast.flatten(), torch.tensor(expected, dtype=torch.float64), atol=1e-14)
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+@pytest.mark.parametrize("decay", [0.01, 1.0, 5.5, 60.0])
+def test_chunked_equals_recurrent_in_values_and_all_gradients(decay: float, beta: float) -> None:
+    inputs = draw(sum(LENGTHS), decay=decay, beta=beta)
+    slow, _ = kda_recurrent(**inputs, boundaries=bounds(LENGTHS))
+    fast = kda_chunked(**inputs, boundaries=bounds(LENGTHS))
+    assert (slow - fast).abs().max() < 1e-10
+    for name, a, b in zip(inputs, gradients(slow, inputs), gradients(fast, inputs), strict=True):
+        assert (a - b).abs().max() < 1e-10 * (1 + a.abs().max()), name
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6), seed=st.integers(0, 999))
+def test_any_lengths_give_the_recurrence(lengths: list[int], seed: int) -> None:
+    inputs = draw(sum(lengths), decay=2.0, seed=seed)
+    slow, _ = kda_recurrent(**inputs, boundaries=bounds(lengths))
+    fast = kda_chunked(**inputs, boundaries=bounds(lengths))
+    assert (slow - fast).abs().max() < 1e-10
+    for a, b in zip(gradients(slow, inputs), gradients(fast, inputs), strict=True):
+        assert (a - b).abs().max() < 1e-10 * (1 + a.abs().max())
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    inputs = draw(CHUNK + 7, decay=1.0)
+    rank = list(inputs)
+
+    def run(*values: Tensor) -> Tensor:
+        return kda_chunked(**dict(zip(rank, values, strict=True)), boundaries=(0, 4, CHUNK + 7))
+
+    assert torch.autograd.gradcheck(run, tuple(inputs.values()), fast_mode=True)
+    x, weight = normal(9, 4, seed=1).requires_grad_(), normal(4, 4, seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x, w: short_convolution(x, weight=w, boundaries=(0, 1, 3, 9)), (x, weight), fast_mode=True
+    )
+
+
+def test_chunked_equals_the_naive_form_of_flash_linear_attention() -> None:
+    naive = pytest.importorskip(
+        "fla.ops.kda.naive", reason="flash-linear-attention is not installed (extra: fla)"
+    )
+    inputs = draw(sum(LENGTHS), decay=2.0, dtype=torch.float32)
+    ours = kda_chunked(**inputs, boundaries=bounds(LENGTHS))
+    parts = []
+    for start, stop in pairwise(bounds(LENGTHS)):
+        part = {name: x[None, start:stop] for name, x in inputs.items()}
+        parts.append(naive.naive_recurrent_kda(**part)[0][0])
+    assert (ours - torch.cat(parts)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("decay", [5.5, 200.0])
+def test_strong_decay_stays_finite_and_exact_in_float32(decay: float) -> None:
+    exact = draw(100, decay=0.0)
+    exact["g"] = torch.full_like(exact["g"], -decay).requires_grad_()
+    single = {name: x.detach().float().requires_grad_() for name, x in exact.items()}
+    slow, _ = kda_recurrent(**exact, boundaries=(0, 100))
+    fast = kda_chunked(**single, boundaries=(0, 100))
+    assert (slow - fast).abs().max() < 1e-6
+    for a, b in zip(gradients(slow, exact), gradients(fast, single), strict=True):
+        assert b.isfinite().all()
+        assert (a - b).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("changed", [0, 3, 4, 7, len(LENGTHS) - 1])
+def test_changing_one_document_moves_no_other_row_by_a_single_bit(changed: int) -> None:
+    layer, context = layer_of(), context_of(LENGTHS)
+    x = normal(sum(LENGTHS), 24, seed=1, dtype=torch.float32)
+    other = x.clone()
+    own = slice(context.boundaries[changed], context.boundaries[changed + 1])
+    other[own] = normal(LENGTHS[changed], 24, seed=2, dtype=torch.float32)
+    difference = (layer(x, context) - layer(other, context)).abs()
+    assert difference[own].amax(1).min() > 0
+    difference[own] = 0
+    assert difference.max() == 0.0
+
+
+def test_recomputation_gives_the_same_gradients_to_the_bit() -> None:
+    layer, context = layer_of(), context_of(LENGTHS)
+    x = normal(sum(LENGTHS), 24, seed=1, dtype=torch.float32).requires_grad_()
+    inputs = {"x": x, **dict(layer.named_parameters())}
+    plain = gradients(layer(x, context), inputs)
+    again = gradients(checkpoint(layer, x, context, use_reentrant=False), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_the_gradient_of_one_documents_output_reaches_no_other_input() -> None:
+    layer, context = layer_of(), context_of(LENGTHS)
+    x = normal(sum(LENGTHS), 24, seed=1, dtype=torch.float32).requires_grad_()
+    own = slice(context.boundaries[4], context.boundaries[5])
+    (gradient,) = torch.autograd.grad(layer(x, context)[own].square().sum(), x)
+    assert gradient[own].abs().amax(1).min() > 0
+    gradient[own] = 0
+    assert gradient.abs().max() == 0.0
+
+
+def test_with_boundaries_withheld_from_the_convolution_exactly_its_reach_leaks() -> None:
+    x = normal(12, 6, seed=1)
+    other = x.clone()
+    other[:5] += 1
+    weight = normal(6, 4, seed=2)
+    kept, leaky = (
+        (
+            short_convolution(x, weight=weight, boundaries=b)
+            - short_convolution(other, weight=weight, boundaries=b)
+        )
+        .abs()
+        .amax(1)[5:]
+        for b in ((0, 5, 12), (0, 12))
+    )
+    assert kept.max() == 0
+    assert leaky[:3].min() > 0.05
+    assert leaky[3:].max() == 0
+
+
+def test_with_boundaries_withheld_from_the_delta_rule_every_later_row_moves() -> None:
+    inputs = draw(40, decay=0.05)
+    changed = dict(inputs, v=torch.cat([inputs["v"][:5] + 1, inputs["v"][5:]]))
+    kept, leaky = (
+        (kda_chunked(**inputs, boundaries=b) - kda_chunked(**changed, boundaries=b)).abs().amax((1, 2))[5:]
+        for b in ((0, 5, 40), (0, 40))
+    )
+    assert kept.max() == 0
+    assert leaky.min() > 1e-4
+
+
+def test_a_nan_stays_in_its_document() -> None:
+    layer, context = layer_of(), context_of([20, 18, 5])
+    x = normal(43, 24, seed=1, dtype=torch.float32)
+    x[21] = math.nan
+    out = layer(x, context)
+    assert out[:20].isfinite().all()
+    assert out[38:].isfinite().all()
+    assert out[21:38].isnan().all()
+
+
+def test_the_convolution_by_hand() -> None:
+    x = torch.tensor([[1.0], [2.0], [3.0], [10.0], [20.0]])
+    weight = torch.tensor([[1000.0, 100.0, 10.0, 1.0]])
+    out = short_convolution(x, weight=weight, boundaries=(0, 3, 4, 5))
+    assert out.flatten().tolist() == [1.0, 12.0, 123.0, 10.0, 20.0]
+
+
+def test_a_packed_row_equals_its_documents_on_their_own() -> None:
+    layer = layer_of().double()
+    x = normal(sum(LENGTHS), 24, seed=1)
+    packed = layer(x, context_of(LENGTHS))
+    alone = torch.cat([layer(part, context_of([len(part)])) for part in x.split(LENGTHS)])
+    assert (packed - alone).abs().max() < 1e-12
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    inputs = dict(zip(names, parameters, strict=True))
+    for name, a, b in zip(names, gradients(packed, inputs), gradients(alone, inputs), strict=True):
+        assert a.abs().max() > 0, name
+        assert (a - b).abs().max() <= 1e-10 * (1 + b.abs().max()), name
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"kda_negative_eigenvalues": True, "conv_size": 2}, {"conv_size": 1}]
+)
+def test_decode_steps_equal_the_packed_forward(changes: dict[str, object]) -> None:
+    layer = layer_of(**changes).double()
+    x = normal(3, 37, 24, seed=1)
+    packed = layer(x.flatten(0, 1), context_of([37] * 3)).view(3, 37, 24)
+    state = layer.init_state(3, length=37, device=torch.device("cpu"), dtype=torch.float64)
+    steps = [layer.step(x[:, t], position=t, state=state) for t in range(37)]
+    assert (packed - torch.stack(steps, 1)).abs().max() < 1e-12
+
+
+def test_the_step_ends_in_the_recurrences_state() -> None:
+    inputs = {name: x.detach() for name, x in draw(9, decay=1.0).items()}
+    out, final = kda_recurrent(**inputs, boundaries=(0, 9))
+    state = torch.zeros(1, 2, 5, 3, dtype=torch.float64)
+    steps = [kda_step(**{name: x[t : t + 1] for name, x in inputs.items()}, state=state) for t in range(9)]
+    assert (torch.cat(steps) - out).abs().max() < 1e-14
+    assert (state - final).abs().max() < 1e-14
+
+
+def test_the_chunk_table_places_every_token_once_and_leads_with_the_longest_documents() -> None:
+    table = chunk_table(bounds([3, 40, 16, 17]), device=torch.device("cpu"))
+    assert table.counts == (4, 2, 1)
+    slots = table.slots.tolist()
+    assert len(set(slots)) == 76
+    # First chunks: 40, 17, 3, 16 tokens long documents; then the second of 40 and of 17; then the third of
+    # 40.
+    assert slots[:3] == [32, 33, 34]
+    assert slots[3:43] == [*range(16), *range(64, 80), *range(96, 104)]
+    assert slots[43:59] == list(range(48, 64))
+    assert slots[59:] == [*range(16, 32), 80]
+
+
+def test_decay_parameters_are_named_float32_and_decays_are_never_positive() -> None:
+    layer = layer_of()
+    kept = [module for module in layer.modules() if getattr(module, "keep_float32", False)]
+    assert kept == [layer.decay]
+    assert {name for name, _ in layer.decay.named_parameters()} == {"A_log", "dt_bias"}
+    g = DecayGate(2, head_dim=8)(normal(50, 16, seed=1, dtype=torch.float32) * 10)
+    assert g.shape == (50, 2, 8)
+    assert g.max() <= 0
+
+
+def test_bfloat16_weights_keep_a_float32_core() -> None:
+    layer = layer_of()
+    x = normal(sum(LENGTHS), 24, seed=1, dtype=torch.float32)
+    exact = layer(x, context_of(LENGTHS))
+    layer.to(torch.bfloat16)
+    layer.decay.to(torch.float32)
+    out = layer(x.to(torch.bfloat16), context_of(LENGTHS))
+    assert out.dtype == torch.bfloat16
+    assert (out - exact).norm() < 0.05 * exact.norm()
+    state = layer.init_state(1, length=9, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert state["recurrent"].dtype == torch.float32
+    assert layer.step(x[:1].to(torch.bfloat16), position=0, state=state).dtype == torch.bfloat16

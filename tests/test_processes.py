@@ -1,0 +1,369 @@
+"""Ranks of one job, with real processes. Entries stand at module level: children import them by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from olmo_rl.config import Config, TrainerConfig
+from olmo_rl.training.processes import (
+    cluster_environment,
+    launched_rank,
+    run_ranks,
+    threads_per_rank,
+)
+from olmo_rl.types import RankFailed, Refusal
+
+BOUND_SECONDS = 60.0  # on a quiet machine an import of torch takes 2, a stubborn rank is killed after 5
+
+
+def world(devices: int, *, directory: Path | str = "", nodes: int = 1) -> Config:
+    """A configuration whose `run_dir` carries the test's directory to the ranks."""
+    return Config(run_dir=str(directory), trainer=TrainerConfig(devices=devices, num_nodes=nodes))
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def sleep_until_ended() -> NoReturn:
+    while True:
+        time.sleep(0.05)
+
+
+def note(config: Config, name: str, text: str = "") -> None:
+    """Leave a file; renaming makes it appear whole."""
+    path = Path(config.run_dir) / name
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
+def ignore_sigterm_and_report_pid(config: Config) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(config, f"pid{rank()}", str(os.getpid()))
+
+
+def wait_for_files(directory: Path, *names: str) -> None:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not all((directory / name).exists() for name in names):
+        assert time.monotonic() < deadline, f"{names} never appeared: {list(directory.iterdir())}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def assert_all_ended(directory: Path, *, ranks: int) -> None:
+    pids = [int((directory / f"pid{r}").read_text()) for r in range(ranks)]
+    deadline = time.monotonic() + 5
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if is_running(pid)]}"
+        time.sleep(0.02)
+
+
+def sum_ranks(config: Config) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")  # left open on purpose: run_ranks closes it
+    value = torch.tensor([10.0 ** rank()])
+    dist.all_reduce(value)
+    os.environ["LEFT_BEHIND"] = "by the job"
+    names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS")
+    note(config, f"rank{rank()}", f"{value.item():.0f} " + " ".join(os.environ[name] for name in names))
+
+
+def test_two_jobs_in_sequence_reach_every_rank_and_leave_the_environment_as_it_was(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    for job in ("first", "second"):
+        (tmp_path / job).mkdir()
+        run_ranks(sum_ranks, world(2, directory=tmp_path / job))
+        assert (tmp_path / job / "rank0").read_text() == "11 2 2 0 0 1"
+        assert (tmp_path / job / "rank1").read_text() == "11 2 2 1 0 1"
+    assert dict(os.environ) == before
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
+
+
+def refuse_within_a_group(config: Config) -> None:
+    sum_ranks(config)
+    environment = cluster_environment()
+    assert environment.creates_processes_externally
+    raise Refusal(f"ranks {environment.world_size()} {environment.global_rank()} {environment.local_rank()}")
+
+
+def test_one_rank_runs_in_this_process_and_leaves_no_group_behind(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    before = dict(os.environ)
+    run_ranks(sum_ranks, world(1, directory=tmp_path))
+    assert (tmp_path / "rank0").read_text() == "1 1 1 0 0 1"
+    assert not dist.is_initialized()
+    with pytest.raises(Refusal, match="ranks 1 0 0"):
+        run_ranks(refuse_within_a_group, world(1, directory=tmp_path))
+    assert not dist.is_initialized()
+    assert dict(os.environ) == before
+
+
+def refuse_in_rank_1(config: Config) -> None:
+    ignore_sigterm_and_report_pid(config)
+    if rank() == 1:
+        raise Refusal(["sample 7 is too long: shorten it", "sample 8 too"])
+    sleep_until_ended()
+
+
+def test_a_refusal_in_rank_1_is_raised_as_that_refusal_and_ends_a_stubborn_rank_0(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(Refusal) as refused:
+        run_ranks(refuse_in_rank_1, world(2, directory=tmp_path))
+    assert refused.value.reasons == ("sample 7 is too long: shorten it", "sample 8 too")
+    assert time.monotonic() - started < BOUND_SECONDS
+    assert_all_ended(tmp_path, ranks=2)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def fail_in_rank_1_while_rank_0_waits_for_it(config: Config) -> None:
+    import torch.distributed as dist
+
+    note(config, f"pid{rank()}", str(os.getpid()))
+    dist.init_process_group("gloo")
+    if rank() == 1:
+        raise ZeroDivisionError("the cause")
+    dist.barrier()
+
+
+def test_a_failure_in_one_rank_is_shown_once_and_is_not_hidden_by_the_broken_connection_of_the_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankFailed, match="the cause") as failed:
+        run_ranks(fail_in_rank_1_while_rank_0_waits_for_it, world(2, directory=tmp_path))
+    message = str(failed.value)
+    assert message.startswith("rank 1 failed:\nTraceback")
+    assert "fail_in_rank_1_while_rank_0_waits_for_it" in message
+    assert failed.value.signum is None
+    assert "Traceback" not in capfd.readouterr().err
+    assert_all_ended(tmp_path, ranks=2)
+
+
+def kill_rank_1_while_rank_0_waits_for_it(config: Config) -> None:
+    import torch.distributed as dist
+
+    note(config, f"pid{rank()}", str(os.getpid()))
+    dist.init_process_group("gloo")
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL") as failed:
+        run_ranks(kill_rank_1_while_rank_0_waits_for_it, world(2, directory=tmp_path))
+    assert failed.value.signum == signal.SIGKILL
+    assert_all_ended(tmp_path, ranks=2)
+
+
+def save_and_exit_75(config: Config) -> None:
+    note(config, f"pid{rank()}", str(os.getpid()))
+    if rank() == 1:
+        time.sleep(1.0)  # rank 0 has gone; this rank is still saving and is given the time
+        note(config, "saved")
+    sys.exit(75)
+
+
+def test_exit_code_75_of_the_ranks_is_the_exit_code_of_the_job_and_slow_ranks_finish_saving(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_ranks(save_and_exit_75, world(2, directory=tmp_path))
+    assert ended.value.code == 75
+    assert (tmp_path / "saved").exists()
+
+
+def count_signals(config: Config) -> None:
+    counts = dict.fromkeys((signal.SIGINT, signal.SIGUSR1, signal.SIGTERM), 0)
+
+    def count(signum: int, _frame: object) -> None:
+        counts[signal.Signals(signum)] += 1
+        note(config, f"got-{signum}-rank{rank()}")
+
+    for signum in counts:
+        signal.signal(signum, count)
+    note(config, f"pid{rank()}", str(os.getpid()))
+    while not counts[signal.SIGTERM]:
+        time.sleep(0.02)
+    note(config, f"counts{rank()}", str([counts[s] for s in counts]))
+
+
+def sleep(config: Config) -> None:
+    note(config, f"pid{rank()}", str(os.getpid()))
+    sleep_until_ended()
+
+
+def supervisor(directory: Path, *entries: Callable[[Config], None]) -> subprocess.Popen[str]:
+    """A process that runs jobs of two ranks one after the other and prints the exit code of each.
+
+    It leads a process group of its own, as under a terminal.
+    """
+    names = [entry.__name__ for entry in entries]
+    code = f"""
+        import sys
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+        import test_processes as t
+        for name in {names!r}:
+            try:
+                t.run_ranks(getattr(t, name), t.world(2, directory={str(directory)!r} + "/" + name))
+            except SystemExit as ended:
+                print(ended.code, flush=True)
+            else:
+                print(0, flush=True)
+        """
+    for name in names:
+        (directory / name).mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=0)
+
+
+def test_each_signal_to_the_supervisor_reaches_each_rank_once_even_from_a_terminal(tmp_path: Path) -> None:
+    process = supervisor(tmp_path, count_signals)
+    ranks = tmp_path / "count_signals"
+    try:
+        wait_for_files(ranks, "pid0", "pid1")
+        os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does: the whole foreground group gets it
+        wait_for_files(ranks, "got-2-rank0", "got-2-rank1")
+        process.send_signal(signal.SIGUSR1)
+        wait_for_files(ranks, "got-10-rank0", "got-10-rank1")
+        process.send_signal(signal.SIGTERM)
+        output = process.communicate(timeout=BOUND_SECONDS)
+    finally:
+        process.kill()
+    assert output == ("0\n", "")  # the ranks took the signals and ended well
+    assert [(ranks / f"counts{r}").read_text() for r in (0, 1)] == ["[1, 1, 1]"] * 2
+    assert_all_ended(ranks, ranks=2)
+
+
+def be_terminated(config: Config) -> None:
+    note(config, f"pid{rank()}", str(os.getpid()))
+    sleep_until_ended()
+
+
+def be_interrupted(config: Config) -> None:
+    be_terminated(config)
+
+
+def resist_sigterm(config: Config) -> None:
+    ignore_sigterm_and_report_pid(config)
+    sleep_until_ended()
+
+
+def test_ranks_end_of_signals_without_a_traceback_and_with_a_killed_supervisor(tmp_path: Path) -> None:
+    process = supervisor(tmp_path, be_terminated, be_interrupted, resist_sigterm)
+    try:
+        for name, signum in (
+            ("be_terminated", signal.SIGTERM),
+            ("be_interrupted", signal.SIGINT),
+            ("resist_sigterm", signal.SIGKILL),
+        ):
+            wait_for_files(tmp_path / name, "pid0", "pid1")
+            process.send_signal(signum)
+            if signum != signal.SIGKILL:
+                assert process.stdout is not None
+                assert int(process.stdout.readline()) == 128 + signum
+        _, errors = process.communicate(timeout=BOUND_SECONDS)
+    finally:
+        process.kill()
+    assert errors == ""
+    for name in ("be_terminated", "be_interrupted", "resist_sigterm"):
+        assert_all_ended(tmp_path / name, ranks=2)
+
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "9",
+}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "MASTER_ADDR": "node0",
+}
+
+
+def test_a_process_without_a_launcher_is_no_rank() -> None:
+    assert launched_rank({}, config=world(2)) is None
+    batch_script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
+    assert launched_rank(batch_script, config=world(2)) is None
+    assert launched_rank({**SRUN, "SLURM_PTY_PORT": "5000"}, config=world(2)) is None
+
+
+def test_a_rank_of_torchrun_keeps_its_environment() -> None:
+    assert launched_rank(TORCHRUN, config=world(2)) == {}
+
+
+def test_a_rank_of_srun_gets_the_variables_that_torchrun_would_set() -> None:
+    assert launched_rank(SRUN, config=world(2, nodes=2)) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "18456",
+    }
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices", "nodes", "words"),
+    [
+        (
+            {**SRUN, "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "1"},
+            2,
+            1,
+            ["SLURM_NTASKS=1", "SLURM_NTASKS_PER_NODE=2", "trainer.devices=2", "trainer.num_nodes=1"],
+        ),
+        (SRUN, 4, 1, ["SLURM_NTASKS=4", "2(x2)", "trainer.devices=4", "--ntasks-per-node"]),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, 2, 2, ["3,1", "trainer.devices=2"]),
+        ({k: v for k, v in SRUN.items() if k != "MASTER_ADDR"}, 2, 2, ["MASTER_ADDR", "launch/slurm.sbatch"]),
+        (TORCHRUN, 4, 1, ["WORLD_SIZE=2", "trainer.devices=4 x trainer.num_nodes=1"]),
+        (TORCHRUN, 1, 2, ["WORLD_SIZE=2", "2 of them here", "trainer.devices=1 x trainer.num_nodes=2"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 2, 1, ["LOCAL_RANK", "MASTER_ADDR", "launch/torchrun.sh"]),
+        ({}, 8, 2, ["trainer.num_nodes=2", "launch/slurm.sbatch"]),
+    ],
+)
+def test_a_launcher_that_contradicts_the_configuration_is_refused_before_any_rank_waits(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], devices: int, nodes: int, words: list[str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Refusal) as refused:
+        run_ranks(sum_ranks, world(devices, nodes=nodes))
+    assert not [word for word in words if word not in str(refused.value)]
+
+
+def test_the_cores_of_a_node_are_shared_out_over_its_ranks() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_rank(1) == cores
+    assert threads_per_rank(2 * cores) == 1

@@ -1,0 +1,381 @@
+"""The table of refusals, row by row, and what the command line makes of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from composing import GROUPS, ROOT, compose_fast
+from omegaconf import OmegaConf
+
+from olmo_rl.cli import run as run_command
+from olmo_rl.config import Config, ModelConfig, Recipe
+from olmo_rl.data.files import write_collection
+from olmo_rl.overrides import schema_keys
+from olmo_rl.refusals import RULES, Rule, markdown, refusals
+from olmo_rl.types import Collection, Refusal, Sample
+from recipes import validate
+
+TRIO = ("policy.attention=torch", "packing.max_tokens=8", "trainer.devices=3")
+
+
+def rule_name(rule: Rule) -> str:
+    return " ".join(rule.example)
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds a run without a complete checkpoint, for rows that look at the disk."""
+    directory = tmp_path_factory.mktemp("run")
+    (directory / "metrics.csv").write_text("step\n")
+    (directory / "checkpoints" / "step-3.incomplete").mkdir(parents=True)
+    return directory
+
+
+@functools.cache
+def broken(rule: Rule, run: Path) -> Config:
+    example = [text.replace("{run}", str(run)) for text in rule.example]
+    return compose_fast("+experiment=packed_moe", *example)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
+def test_every_row_refuses_its_example_by_key_value_and_fix(rule: Rule, run_directory: Path) -> None:
+    config = broken(rule, run_directory)
+    line = rule.check(config)
+    assert line is not None
+    assert line in refusals(config)
+    named, colon, rest = line.partition(": ")
+    assert colon
+    assert rest == f"{rule.refuses}; {rule.fix}"
+    assert {pair.partition("=")[0] for pair in named.split(" ")} <= set(rule.keys)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
+def test_a_plan_walks_the_rows_marked_for_it_and_no_other(rule: Rule, run_directory: Path) -> None:
+    config = broken(rule, run_directory)
+    # Under recipe=plan a row may hold, break, or find no cause; one that is not marked never shows.
+    planned = refusals(replace(config, recipe=Recipe.plan))
+    expected = [row.check(replace(config, recipe=Recipe.plan)) for row in RULES if row.planning]
+    assert planned == [line for line in expected if line is not None]
+    assert rule.planning or not any(line.endswith(f"{rule.refuses}; {rule.fix}") for line in planned)
+
+
+def test_rows_name_keys_that_exist_and_are_told_apart() -> None:
+    known = {key.name for key in schema_keys()} | set(GROUPS)
+    for rule in RULES:
+        assert set(rule.keys) <= known, rule
+        assert rule.refuses
+        assert rule.fix
+        assert "|" not in rule.refuses + rule.fix
+    assert len({rule.example for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+@pytest.mark.parametrize("recipe", [Recipe.train, Recipe.validate, Recipe.plan, Recipe.rollout])
+def test_no_experiment_is_refused(experiment: str, recipe: Recipe) -> None:
+    assert refusals(compose_fast(f"+experiment={experiment}", f"recipe={recipe.value}")) == []
+
+
+def test_the_defaults_and_every_single_choice_that_needs_nothing_else_are_not_refused() -> None:
+    assert refusals(compose_fast()) == []
+    free = ("model", "loss", "optim", "callbacks", "logger")
+    for turn in range(max(len(GROUPS[group]) for group in free)):
+        choices = [f"{group}={GROUPS[group][turn % len(GROUPS[group])]}" for group in free]
+        assert refusals(compose_fast(*choices)) == [], choices
+    assert refusals(compose_fast("task=reasoning_gym")) == []
+    assert refusals(compose_fast("rollouts=files", "rollouts.path=somewhere")) == []
+    four = ("+experiment=packed_moe", "trainer.devices=4")
+    for kind in GROUPS["balance"]:
+        assert refusals(compose_fast(f"balance={kind}", *four)) == []
+
+
+def test_debug_runs_are_not_refused_also_over_files_and_an_earlier_run(run_directory: Path) -> None:
+    for debug in GROUPS["debug"]:
+        config = compose_fast("+experiment=packed_moe", f"+debug={debug}", f"run_dir={run_directory}")
+        assert refusals(config) == []
+
+
+def test_continuing_a_run_is_not_refused_where_a_checkpoint_is_complete(
+    run_directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.csv").touch()
+    (tmp_path / "checkpoints" / "step-20").mkdir(parents=True)
+    config = compose_fast("+experiment=packed_moe", "ckpt_path=last", f"run_dir={tmp_path}")
+    assert refusals(config) == []
+    assert len(refusals(replace(config, run_dir=str(run_directory)))) == 1
+
+
+def test_another_recipe_may_use_the_directory_of_a_run(run_directory: Path) -> None:
+    for recipe in ("validate", "plan", "rollout"):
+        config = compose_fast("+experiment=packed_moe", f"recipe={recipe}", f"run_dir={run_directory}")
+        assert refusals(config) == []
+
+
+def test_all_refusals_are_told_at_once() -> None:
+    lines = refusals(compose_fast("+experiment=packed_moe", "recipe=validate", *TRIO))
+    for words in (
+        "policy.attention=torch packing=consecutive",
+        "packing.max_tokens=8 model.max_seq_len=64",
+        "strategy.ep_degree=2 trainer.devices=3",
+        "batch.samples_per_step=512 trainer.devices=3",
+        "warm_start.samples_per_step=128 trainer.devices=3",
+    ):
+        assert sum(line.startswith(words) for line in lines) == 1, words
+
+
+@pytest.mark.parametrize("recipe", ["validate", "plan"])
+def test_attention_that_ignores_boundaries_is_refused_with_packing_by_both_keys(recipe: str) -> None:
+    (line,) = refusals(compose_fast("+experiment=packed_moe", f"recipe={recipe}", "policy.attention=torch"))
+    assert line.startswith("policy.attention=torch packing=consecutive: ")
+
+
+def test_the_readme_holds_the_table() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- refusals -->\n(.*?)\n?<!-- /refusals -->", text, re.DOTALL)
+    assert found is not None, "README.md needs the markers <!-- refusals --> and <!-- /refusals -->"
+    assert found[1] == markdown(), "paste what `python -m olmo_rl.refusals` prints between the markers"
+
+
+def write_file(path: Path, *, lengths: list[int], logprobs: bool = False) -> None:
+    """A collection without routes whose samples have these lengths."""
+    samples = [
+        Sample(
+            id=f"s{i}",
+            group=f"g{i // 2}",
+            tokens=np.arange(length, dtype=np.int32),
+            response_mask=np.arange(length) >= 1,
+            behavior_logprobs=np.full(length, -1.0, dtype=np.float32),
+            ref_logprobs=np.full(length, -2.0, dtype=np.float32) if logprobs else None,
+            reward=float(i % 2),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    write_collection(Collection(samples=samples, layout=None, source="test"), path)
+
+
+def files(path: Path, *more: str) -> Config:
+    replay = () if any(text.startswith("policy.replay") for text in more) else ("policy.replay=false",)
+    given = ("rollouts=files", f"rollouts.path={path}", "warm_start.steps=0", *replay)
+    return compose_fast("+experiment=packed_moe", "recipe=validate", *given, *more)
+
+
+def test_files_are_refused_together_with_the_configuration(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.parquet", lengths=[4, 300])
+    (tmp_path / "b.jsonl").write_text(json.dumps({"sample_id": "x"}) + "\n")
+    with pytest.raises(Refusal) as refused:
+        validate.run(files(tmp_path, "policy.attention=torch"))
+    text = str(refused.value)
+    assert "policy.attention=torch" in text
+    assert "b.jsonl" in text
+    assert "'s1'" in text, "token 299 lies outside the vocabulary of 259"
+
+
+def test_a_sample_longer_than_the_budget_is_refused_by_id_and_length(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.parquet", lengths=[4, 5, 70, 6])
+    with pytest.raises(Refusal, match=r"'s2' has 70 tokens.* budget of 64"):
+        validate.run(files(tmp_path / "a.parquet", "batch.samples_per_step=2", "packing.max_tokens=64"))
+
+
+def test_files_without_routes_or_reference_log_probs_are_refused_where_those_are_needed(
+    tmp_path: Path,
+) -> None:
+    write_file(tmp_path / "a.parquet", lengths=[4, 5])
+    for needs, words in (("policy.replay=true", "routes"), ("loss.kl_coef=0.1", "ref_logprobs")):
+        with pytest.raises(Refusal, match=words):
+            validate.run(files(tmp_path, "batch.samples_per_step=2", needs))
+
+
+def test_a_sound_file_is_told_with_its_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_file(tmp_path / "a.parquet", lengths=[4, 5, 6, 7, 8], logprobs=True)
+    validate.run(files(tmp_path, "batch.samples_per_step=2", "loss.kl_coef=0.1"))
+    out = capsys.readouterr().out
+    assert "1, 5 samples of up to 8 tokens, 2 updates" in out
+    assert "2 optimizer steps from one collection" in out
+
+
+def test_prompts_that_leave_no_room_and_unknown_parameters_of_a_task_are_refused() -> None:
+    config = compose_fast("recipe=validate", "model.max_seq_len=20", "rollouts.max_new_tokens=16")
+    with pytest.raises(Refusal, match=r"prompt of \d+ tokens.*model.max_seq_len=20"):
+        validate.run(config)
+    with pytest.raises(Refusal, match="digts"):
+        validate.run(compose_fast("recipe=validate", "++task.parameters.digts=3"))
+
+
+def test_parameters_are_counted_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ModelConfig(
+        vocab_size=10,
+        dim=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        num_experts=4,
+        top_k=1,
+        expert_hidden=16,
+    )
+    total, active = validate.count_parameters(Config(model=model), attention="torch")
+    attention = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 2 * 4  # q, k and v, o, norms of q and k
+    experts = 4 * 3 * 8 * 16
+    router, norms = 4 * 8, 2 * 8
+    assert total == 2 * (attention + experts + router + norms) + 8 + 2 * 10 * 8
+    assert active == total - 2 * 3 * 3 * 8 * 16
+
+
+def command(
+    *arguments: str, cwd: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        timeout=120,
+    )
+
+
+def left_behind(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+HYDRA_FILES = {f".hydra/{name}.yaml" for name in ("config", "hydra", "overrides")} | {"train.log"}
+
+
+def test_a_refused_command_exits_with_two_and_leaves_a_log_at_most(tmp_path: Path) -> None:
+    done = command("+experiment=packed_moe", "recipe=validate", *TRIO, cwd=tmp_path)
+    assert done.returncode == 2
+    first, *reasons = done.stderr.splitlines()
+    assert first == f"refused, {len(reasons)} reasons:"
+    for override in TRIO:
+        assert any(override in reason for reason in reasons)
+    assert "Traceback" not in done.stderr + done.stdout
+    assert left_behind(tmp_path) <= {f"outputs/packed_moe/{name}" for name in HYDRA_FILES}
+
+
+def test_a_typo_exits_with_one_names_the_nearest_key_and_leaves_nothing(tmp_path: Path) -> None:
+    done = command("recipe=validate", "packing.max_tokns=10", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "packing.max_tokns=10: no such key; did you mean packing.max_tokens?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_exits_with_zero_and_leaves_nothing(tmp_path: Path) -> None:
+    done = command("+experiment=packed_moe", "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "recipes (recipe=...)" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_goes_on_after_a_refused_job_and_ends_with_its_code(tmp_path: Path) -> None:
+    arguments = ["+experiment=packed_moe", "recipe=plan", "packing.max_tokens=8,256,9,512"]
+    done = command("-m", *arguments, "batch.samples_per_step=32", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "job 0: refused, one reason:" in done.stderr
+    assert "job 2: refused, one reason:" in done.stderr
+    assert "sweep: 4 jobs, 2 refused, 0 failed" in done.stderr
+    sweep = tmp_path / "outputs" / "packed_moe"
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == {"0", "1", "2", "3"}
+    for job, budget in enumerate([8, 256, 9, 512]):
+        config = OmegaConf.load(sweep / str(job) / ".hydra" / "config.yaml")
+        assert config.packing.max_tokens == budget
+        assert (sweep / str(job) / "plan.json").exists() == (budget > 64)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory for commands that run in this process."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["packing.max_tokens=6k"], "6k"),
+        (["recipe=tran"], "expected one of [train, sft"),
+        (["+typo=3"], "no such key"),
+        (["++packing.max_tokns=3"], "packing.max_tokens"),
+        (["packing=consecutiv"], "consecutive"),
+        (["experiment=packed_moe"], "+experiment=packed_moe"),
+        (["-m", "packing.max_tokens=10,6k"], "6k"),
+        (["packing.max_tokens=1,2"], "multirun"),
+        (["seed=[1"], "seed=[1"),
+        (["--colour"], "--colour"),
+    ],
+)
+def test_what_hydra_refuses_ends_with_one_and_a_readable_line(
+    arguments: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(arguments) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+    assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_texts_reach_the_run_as_typed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "recipe=plan",
+        "run_name=010",
+        "rollouts=files",
+        "rollouts.path=/a/b=c",
+        "packing=consecutive",
+    ]
+    assert run_command(arguments) == 2
+    assert "/a/b=c" in capsys.readouterr().err
+    assert (here / "outputs" / "010" / ".hydra").is_dir()
+
+
+def test_a_directory_that_holds_a_run_is_not_touched(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = here / "outputs" / "packed_moe" / "metrics.csv"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("step\n1\n")
+    assert run_command(["+experiment=packed_moe"]) == 2
+    err = capsys.readouterr().err
+    assert "run_name=packed_moe recipe=train: " in err
+    assert "overwrite=true" in err
+    assert metrics.read_text() == "step\n1\n"
+
+
+def test_the_run_directory_is_not_a_key(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["recipe=validate", "run_dir=elsewhere"]) == 2
+    assert "set run_name" in capsys.readouterr().err
+
+
+def test_a_rank_of_a_launcher_is_silent_and_writes_no_records(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run_command(["+experiment=packed_moe", *TRIO]) == 2
+    assert capsys.readouterr().err == ""
+    assert left_behind(here) == set()
+
+
+def test_a_sweep_under_a_launcher_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_command(["-m", "recipe=plan", "seed=1,2"]) == 2
+    assert "without torchrun or srun" in capsys.readouterr().err
+
+
+def test_a_sweep_file_sweeps_without_a_flag(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = "policy.attention=torch"
+    assert run_command(["+experiment=packed_moe", "+sweep=pack_budget", "recipe=plan", refused]) == 2
+    assert "sweep: 4 jobs, 4 refused, 0 failed" in capsys.readouterr().err
+    budgets = [
+        OmegaConf.load(
+            here / "outputs" / "pack_budget" / str(job) / ".hydra" / "config.yaml"
+        ).packing.max_tokens
+        for job in range(4)
+    ]
+    assert budgets == [256, 512, 1024, 2048]
