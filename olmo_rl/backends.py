@@ -1,4 +1,6 @@
-"""What each attention backend can do, as data: no torch here, so that a login node can refuse a configuration."""
+"""What each attention backend can do, as data: no torch here, so that a login node can refuse a
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionBackend:
-    """A capability row. `documents`: honours document boundaries. `needs`: what must be importable, None = torch."""
+    """A capability row. `documents`: honours document boundaries. `needs`: what must be importable, None =
+    torch.
+    """
 
     name: str
     devices: frozenset[str]

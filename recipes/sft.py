@@ -8,7 +8,8 @@ from lightning.pytorch import Callback
 from rich.console import Console
 
 from olmo_rl.config import Config
-from olmo_rl.data.tasks import build_task, load_tokenizer
+from olmo_rl.data.tasks import build_task
+from olmo_rl.data.tokenizers import load_tokenizer
 from olmo_rl.training.build import build_loggers, build_trainer
 from olmo_rl.training.callbacks import ContractLog, PackPicture, ProgressDisplay
 from olmo_rl.training.checkpoints import EXIT_INTERRUPTED, Checkpoints, resolve_checkpoint

@@ -1,4 +1,4 @@
-"""Launch scripts: resources and environment only, arguments passed through, under stand-ins for SLURM commands.
+"""Launch scripts: resources and environment only, arguments passed through, under stand-ins for SLURM.
 
 The stand-ins set what `srun` of SLURM 22.05 sets, and write down what `scontrol` is asked to do.
 """

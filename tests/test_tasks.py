@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from olmo_rl.config import TaskConfig, TaskKind
+from olmo_rl.data.gym import SEVERAL_ANSWERS
 from olmo_rl.data.tasks import Problem, build_task, is_held_out
 from olmo_rl.data.tokenizers import ByteTokenizer, load_tokenizer
 from olmo_rl.types import Refusal
@@ -146,6 +147,24 @@ def test_a_dataset_of_reasoning_gym_is_rewarded_by_exact_answer() -> None:
         ("", 0.0),
     ):
         assert task.reward(problem, response) == worth, response
+
+
+@pytest.mark.parametrize("name", ["coin_flip", "game_of_life_halting", "number_format", "chain_sum"])
+def test_near_answers_that_a_dataset_scores_in_full_are_wrong(name: str) -> None:
+    task = build_task(gym(name, eval_problems=0), seed=0)
+    for problem in task.problems(3, seed=0):
+        assert task.reward(problem, problem.answer) == 1.0
+        for near in (problem.answer[:-1], f"{problem.answer}.", f"{problem.answer}0"):
+            assert task.reward(problem, near) == 0.0
+
+
+def test_the_list_of_datasets_with_several_answers_names_datasets_and_holds_all_without_an_answer() -> None:
+    factory = pytest.importorskip("reasoning_gym.factory")
+    assert set(factory.DATASETS) >= SEVERAL_ANSWERS
+    for name in ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"):
+        problem = build_task(gym(name, eval_problems=0), seed=0).problems(1, seed=0)[0]
+        assert problem.reference is None
+        assert name in SEVERAL_ANSWERS
 
 
 def test_datasets_with_several_right_answers_accept_each_and_give_no_partial_credit() -> None:

@@ -88,12 +88,11 @@ def filter_samples(samples: Sequence[Sample], *, config: BatchConfig) -> tuple[l
     return kept, counts
 
 
-def can_train(samples: Sequence[Sample], *, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> bool:
-    """Whether a step of these samples has a gradient: a sample with a scored token and an advantage other
-    than 0, or any scored token where the KL or entropy term is on. Router losses alone do not make a step.
+def can_train(samples: Sequence[Sample]) -> bool:
+    """Whether a step of these samples is an update: any token is scored. Equal rewards make an update whose
+    policy gradient is 0; ask for `batch.filter_zero_variance` to leave such groups out.
     """
-    always = kl_coef != 0 or entropy_coef != 0
-    return any((always or bool(sample.advantage)) and bool(sample.scored.any()) for sample in samples)
+    return any(bool(sample.scored.any()) for sample in samples)
 
 
 def _groups(samples: Sequence[Sample]) -> dict[str, NDArray[np.int64]]:

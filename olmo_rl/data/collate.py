@@ -1,7 +1,8 @@
-"""Samples and one rank's plan -> packs. Owns concatenation, document boundaries and each sample's replay tail.
+"""Samples and one rank's plan -> packs. Owns concatenation, document boundaries and each sample's replay
+tail.
 
-Everything per token comes from `packs.TOKEN_FIELDS`; routes are appended sample by sample, so that a sample of T tokens
-always brings T rows: T-1 recorded ones and its own synthetic tail (`planning.loads.tail_routes`).
+Everything per token comes from `packs.TOKEN_FIELDS`; routes are appended sample by sample, so that a sample
+of T tokens always brings T rows: T-1 recorded ones and its own synthetic tail (`planning.loads.tail_routes`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, Topology
 def collate(samples: Sequence[Sample], *, layout: ExpertLayout | None, topology: Topology) -> Pack:
     """Concatenate complete samples into one pack, in the order given.
 
-    `layout` not None means replay: every sample must carry routes [T-1, L, K]; the pack's routes are [T, L, K].
+    `layout` not None means replay: every sample must carry routes [T-1, L, K]; the pack's routes are [T, L,
+    K].
     """
     assert samples, "a pack holds at least one sample"
     boundaries = (0, *np.cumsum([len(sample) for sample in samples]).tolist())
@@ -62,7 +64,9 @@ def _routes(samples: Sequence[Sample], *, layout: ExpertLayout, topology: Topolo
 
 
 def count_normalisers(samples: Sequence[Sample]) -> Normalisers:
-    """Global denominators of one optimizer step, from all its samples: scored tokens, responses that have any."""
+    """Global denominators of one optimizer step, from all its samples: scored tokens, responses that have
+    any.
+    """
     scored = [int(sample.scored.sum()) for sample in samples]
     return Normalisers(tokens=sum(scored), responses=sum(count > 0 for count in scored))
 

@@ -1,6 +1,8 @@
-"""Tensors of packs. Owns the one table of per-token fields that drives concatenation, padding, alignment and moves.
+"""Tensors of packs. Owns the one table of per-token fields that drives concatenation, padding, alignment and
+moves.
 
-Shapes: T tokens of a pack, D documents, L routed layers, K experts per token. A pack is one row; there is no batch axis.
+Shapes: T tokens of a pack, D documents, L routed layers, K experts per token. A pack is one row; there is no
+batch axis.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ TOKEN_FIELDS: tuple[TokenField, ...] = (
 
 
 class RouteMode(Enum):
-    """Where a router takes its expert ids from: its own top-k, the pack's recorded routes, or top-k that it records."""
+    """Where a router takes its expert ids from: its own top-k, the pack's recorded routes, or top-k that it
+    records.
+    """
 
     live = "live"
     replay = "replay"
@@ -80,10 +84,10 @@ class RouteMode(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class RouteTrace:
-    """What routers report about one forward, keyed by global layer id. Written by assignment, so a recomputed block
-    overwrites its entry with the same value. `ids` [T, K] int64 (mode record), `overlap` scalar: mean share of
-    replayed ids that live top-k would also have chosen, over real tokens; `counts` int64 [num_experts]: assignments
-    seen by the dispatcher, this rank's tokens only, pads included.
+    """What routers report about one forward, keyed by global layer id. Written by assignment, so a recomputed
+    block overwrites its entry with the same value. `ids` [T, K] int64 (mode record), `overlap` scalar: mean
+    share of replayed ids that live top-k would also have chosen, over real tokens; `counts` int64
+    [num_experts]: assignments seen by the dispatcher, this rank's tokens only, pads included.
     """
 
     ids: dict[int, Tensor] = field(default_factory=dict)
@@ -93,11 +97,12 @@ class RouteTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackContext:
-    """What a forward needs beside tokens. It is an ARGUMENT of the forward, so recomputation sees the same object.
+    """What a forward needs beside tokens. It is an ARGUMENT of the forward, so recomputation sees the same
+    object.
 
-    `positions` int64 [T] restart per document; `cu_seqlens` int32 [D+1] on the device, strictly increasing from 0,
-    last entry T; `boundaries` the same numbers on the host; `routes[layer]` int64 [T, K] by global layer id, present
-    exactly when `mode` is replay; `real_tokens`: rows from here on are pads.
+    `positions` int64 [T] restart per document; `cu_seqlens` int32 [D+1] on the device, strictly increasing
+    from 0, last entry T; `boundaries` the same numbers on the host; `routes[layer]` int64 [T, K] by global
+    layer id, present exactly when `mode` is replay; `real_tokens`: rows from here on are pads.
     """
 
     positions: Tensor
@@ -122,10 +127,11 @@ class PackContext:
 
 @dataclass(kw_only=True, slots=True)
 class Pack:
-    """One forward: per-token tensors by field name (`pack["tokens"]`, [T]), boundaries, and routes [T, L, K] or None.
+    """One forward: per-token tensors by field name (`pack["tokens"]`, [T]), boundaries, and routes [T, L, K]
+    or None.
 
-    `ids[d]` is the sample of document d, `document_ids` int64 [T] its index per token. Pads, where there are any, form
-    documents after `len(ids)`.
+    `ids[d]` is the sample of document d, `document_ids` int64 [T] its index per token. Pads, where there are
+    any, form documents after `len(ids)`.
     """
 
     ids: tuple[str, ...]
@@ -176,8 +182,8 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Normalisers:
-    """Global denominators of one optimizer step, over all packs of all ranks: scored tokens, and responses with at
-    least one scored token.
+    """Global denominators of one optimizer step, over all packs of all ranks: scored tokens, and responses
+    with at least one scored token.
     """
 
     tokens: int
@@ -188,10 +194,10 @@ class Normalisers:
 class PackedBatch:
     """One optimizer step as one rank sees it: its column of packs, the global denominators and the plan.
 
-    `samples` are all samples of the step in order of arrival, on every rank. No packs means that nothing in this
-    step could train: every rank skips it alike. `collection` is set on the first step of a collection: all its steps,
-    this one included. `anchors[i]` are log-probs [S] of the scored slots of pack i, where a scoring pass of its own
-    computed them. `facts` are metrics that every rank knows alike.
+    `samples` are all samples of the step in order of arrival, on every rank. No packs means that nothing in
+    this step could train: every rank skips it alike. `collection` is set on the first step of a collection:
+    all its steps, this one included. `anchors[i]` are log-probs [S] of the scored slots of pack i, where a
+    scoring pass of its own computed them. `facts` are metrics that every rank knows alike.
     """
 
     packs: list[Pack]
@@ -203,3 +209,8 @@ class PackedBatch:
     collection: tuple[PackedBatch, ...] = ()
     steps_in_collection: int = 1
     anchors: list[Tensor] | None = None
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same step with its packs on `device`; Lightning calls this before the update."""
+        self.packs = [pack.to(device) for pack in self.packs]
+        return self

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from olmo_rl.config import Config
 from olmo_rl.data.files import check_layout, collection_paths, read_collection
-from olmo_rl.data.tasks import build_task, load_tokenizer
+from olmo_rl.data.tasks import build_task
+from olmo_rl.data.tokenizers import load_tokenizer
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.types import Collection, Refusal, Topology
 

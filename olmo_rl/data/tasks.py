@@ -21,10 +21,8 @@ import itertools
 import json
 import math
 import numbers
-import re
-import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -32,8 +30,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from olmo_rl.config import TaskConfig, TaskKind
-from olmo_rl.data.tokenizers import Tokenizer as Tokenizer
-from olmo_rl.data.tokenizers import load_tokenizer as load_tokenizer
 from olmo_rl.types import Refusal
 
 # One problem in so many is held out where problems can be told apart by a hash.
@@ -41,8 +37,6 @@ HELD_OUT_EVERY = 10
 # Draws of held-out problems use this seed, whatever the run's.
 HELD_OUT_SEED = 1_000_003
 MAX_DIGITS = 6
-# A generated dataset that gives nothing new this many times in a row is exhausted.
-PATIENCE = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +81,9 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
         case TaskKind.addition:
             return AdditionTask(config, seed=seed)
         case TaskKind.reasoning_gym:
+            # Slow to import and needed by no other task.
+            from olmo_rl.data.gym import GymTask
+
             return GymTask(config, seed=seed)
         case TaskKind.jsonl:
             return JsonlTask(config, seed=seed)
@@ -98,7 +95,7 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest[:8], "big") % HELD_OUT_EVERY == 0
 
 
-def _refuse_unknown(names: Sequence[str], *, known: Sequence[str], where: str) -> None:
+def refuse_unknown(names: Sequence[str], *, known: Sequence[str], where: str) -> None:
     unknown = [name for name in names if name not in known]
     if unknown:
         raise Refusal([f"{where}: unknown {name!r}{_nearest(name, known)}" for name in unknown])
@@ -114,7 +111,7 @@ def _exact(response: str, answer: str) -> float:
     return float(response.strip() == answer.strip())
 
 
-def _rounds(count: int, *, draw: Callable[[int, int], list[Problem]], where: str) -> list[Problem]:
+def in_rounds(count: int, *, draw: Callable[[int, int], list[Problem]], where: str) -> list[Problem]:
     """`count` problems from `draw(missing, round)`: each round gives different ones until they run out."""
     drawn: list[Problem] = []
     for round in itertools.count():
@@ -127,7 +124,7 @@ def _rounds(count: int, *, draw: Callable[[int, int], list[Problem]], where: str
     return drawn
 
 
-def _take_held_out(found: list[Problem], *, count: int, where: str) -> list[Problem]:
+def take_held_out(found: list[Problem], *, count: int, where: str) -> list[Problem]:
     if len(found) < count:
         raise Refusal(
             f"task.eval_problems={count}: {where} has {len(found)} held-out problems: "
@@ -140,7 +137,7 @@ class AdditionTask:
     """Sums of two numbers with `digits` digits each: `12+34=` -> `46`. Pairs are held out in both orders."""
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
-        _refuse_unknown(list(config.parameters), known=["digits"], where="task.parameters of task=addition")
+        refuse_unknown(list(config.parameters), known=["digits"], where="task.parameters of task=addition")
         digits = config.parameters.get("digits", 2)
         if not isinstance(digits, int) or isinstance(digits, bool) or not 1 <= digits <= MAX_DIGITS:
             raise Refusal(f"task.parameters.digits={digits!r}: give a whole number from 1 to {MAX_DIGITS}")
@@ -152,11 +149,11 @@ class AdditionTask:
         def draw(missing: int, round: int) -> list[Problem]:
             return self._pairs(missing, held_out=False, seeds=(self._seed, seed, round))
 
-        return _rounds(count, draw=draw, where="task=addition")
+        return in_rounds(count, draw=draw, where="task=addition")
 
     def held_out(self, count: int) -> list[Problem]:
         found = self._pairs(count, held_out=True, seeds=(HELD_OUT_SEED,))
-        return _take_held_out(found, count=count, where="task=addition")
+        return take_held_out(found, count=count, where="task=addition")
 
     def reward(self, problem: Problem, response: str) -> float:
         return _exact(response, problem.answer)
@@ -183,108 +180,6 @@ class AdditionTask:
             yield a, b
 
 
-# What verifiers of datasets raise on text that they cannot read: a wrong answer, not a fault.
-_UNREADABLE = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError, RecursionError),
-    *(SyntaxError, TypeError, ValueError, tokenize.TokenError),
-)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# Some verifiers evaluate the text as Python. A fence, not a sandbox: calls other than of elementary
-# functions, dunder names, towers of powers and big factorials are wrong answers, unread.
-_UNSAFE = re.compile(
-    r"\b(?!(?:a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|Abs|erf|Rational)\b)[A-Za-z_]\w*\s*\("
-    r"|[\])]\s*\(|__|\blambda\b"
-    r"|(?:\*\*|\^)[\s(]*[\w.]+[\s)]*(?:\*\*|\^)|(?:\*\*|\^)[\s(]*\d{4}|\d{4,}\s*!|!\s*!"
-)
-
-
-class GymTask:
-    """Any dataset of reasoning-gym, by name and parameters. The prompt is the question and a line break.
-
-    A response is worth 1 where its answer (in the last `<answer>...</answer>`, else all of it; stripped) is
-    the dataset's, or one to which the dataset's own verifier gives full marks; else 0, never partial credit.
-    Held out: the first `task.eval_problems` different questions of a fixed seed; training leaves them out.
-    """
-
-    def __init__(self, config: TaskConfig, *, seed: int) -> None:
-        if config.name is None:
-            raise Refusal(
-                "task.name is not set: name a dataset of reasoning-gym, for example task.name=chain_sum"
-            )
-        # Slow to import and needed by no other task.
-        from reasoning_gym.dataset import ProceduralDataset
-        from reasoning_gym.factory import DATASETS
-
-        _refuse_unknown([config.name], known=sorted(DATASETS), where="task.name")
-        dataset, schema = DATASETS[config.name]
-        known = [field.name for field in fields(schema) if field.name not in ("seed", "size")]
-        _refuse_unknown(list(config.parameters), known=known, where=f"task.parameters of {config.name}")
-        self._config = config
-        self._seed = seed
-        self._has_judge = dataset.score_answer is not ProceduralDataset.score_answer
-        self._judge = self._dataset(seed=HELD_OUT_SEED, size=1)
-        self._reserved: list[Problem] | None = None
-
-    def problems(self, count: int, *, seed: int) -> list[Problem]:
-        reserved = {problem.prompt for problem in self._held_out_pool()}
-
-        def draw(missing: int, round: int) -> list[Problem]:
-            return self._draw(missing, seeds=(self._seed, seed, round), without=reserved)
-
-        return _rounds(count, draw=draw, where=f"task.name={self._config.name}")
-
-    def held_out(self, count: int) -> list[Problem]:
-        return _take_held_out(self._held_out_pool(), count=count, where=f"task.name={self._config.name}")
-
-    def reward(self, problem: Problem, response: str) -> float:
-        tagged = _ANSWER.findall(response)
-        answer = (tagged[-1] if tagged else response).strip()
-        if problem.reference is not None and answer == problem.reference.strip():
-            return 1.0
-        if not self._has_judge or not answer or _UNSAFE.search(answer):
-            return 0.0
-        try:
-            return float(self._judge.score_answer(answer, problem.entry) == 1.0)
-        except _UNREADABLE:
-            return 0.0
-
-    def _held_out_pool(self) -> list[Problem]:
-        if self._reserved is None:
-            self._reserved = self._draw(self._config.eval_problems, seeds=(HELD_OUT_SEED,), without=set())
-        return self._reserved
-
-    def _draw(self, count: int, *, seeds: tuple[int, ...], without: set[str]) -> list[Problem]:
-        """Up to `count` different problems; fewer where the dataset gives nothing new any more."""
-        generator = np.random.default_rng(seeds)
-        found: dict[str, Problem] = {}
-        barren = 0
-        while len(found) < count and barren < PATIENCE:
-            size = count - len(found)
-            dataset_seed = int(generator.integers(2**31))
-            dataset = self._dataset(seed=dataset_seed, size=size)
-            for index in range(size):
-                entry = dataset[index]
-                prompt = entry["question"] + "\n"
-                if prompt not in without and prompt not in found:
-                    id = f"{self._config.name}-{dataset_seed}-{index}"
-                    found[prompt] = Problem(id=id, prompt=prompt, reference=entry["answer"], entry=entry)
-            barren = barren + 1 if size == count - len(found) else 0
-        return list(found.values())
-
-    def _dataset(self, *, seed: int, size: int) -> Any:
-        from reasoning_gym.composite import DatasetSpec
-        from reasoning_gym.factory import create_dataset
-
-        assert self._config.name is not None
-        parameters = dict(self._config.parameters)
-        try:
-            if self._config.name == "composite":
-                parameters["datasets"] = [DatasetSpec(**row) for row in parameters.get("datasets", [])]
-            return create_dataset(self._config.name, seed=seed, size=size, **parameters)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise Refusal(f"task.parameters of {self._config.name}: {error}") from error
-
-
 class JsonlTask:
     """Prompts and answers from a file of lines {"prompt": text, "answer": text}; other keys are left alone,
     blank lines passed over. One prompt in `HELD_OUT_EVERY` is held out. `task.verifier` judges responses.
@@ -305,10 +200,10 @@ class JsonlTask:
             order = np.random.default_rng((self._seed, seed, round)).permutation(len(self._training))
             return [self._training[i] for i in order[:missing].tolist()]
 
-        return _rounds(count, draw=draw, where=f"task.path={self._path}")
+        return in_rounds(count, draw=draw, where=f"task.path={self._path}")
 
     def held_out(self, count: int) -> list[Problem]:
-        return _take_held_out(self._reserved, count=count, where=f"task.path={self._path}")
+        return take_held_out(self._reserved, count=count, where=f"task.path={self._path}")
 
     def reward(self, problem: Problem, response: str) -> float:
         with _Naming(problem):

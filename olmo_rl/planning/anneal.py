@@ -1,6 +1,6 @@
 """`balance=anneal`: one chain of simulated annealing over a fixed number of proposals, from the best start.
 
-Owns the fixed-point objective, the cooling, the deadline and the guard. The chain itself is a kernel per
+Owns the cooling, the deadline and the arrays of a chain. The chain itself is a kernel per
 level (`cells`, `order`). The temperature is a share of J that falls geometrically; no clock and no floating
 point enters an accept, so that a plan that no deadline cut is equal on every machine.
 
@@ -10,7 +10,6 @@ Shapes as in `moves.State`.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +17,19 @@ from numpy.typing import NDArray
 from olmo_rl.config import BalanceLevel
 from olmo_rl.planning import moves
 from olmo_rl.planning.cells import anneal_cells
+from olmo_rl.planning.kernels import HAVE_NUMBA
 from olmo_rl.planning.moves import State
-from olmo_rl.planning.objective import Bounds, Work
+from olmo_rl.planning.objective import Work
 from olmo_rl.planning.order import anneal_order
-from olmo_rl.planning.packing import equalise, pack_consecutively
 from olmo_rl.planning.repack import Order, rebuild
-from olmo_rl.planning.starts import by_length
+from olmo_rl.planning.starts import by_length, cells_plan, order_plan
+from olmo_rl.planning.weights import Weights
 from olmo_rl.types import PackPlan, SearchLog, Topology
 
 CHUNKS = 128
-# First temperature: this share of J / N, about what one swap of similar samples changes; the last: 1/50 of
-# it.
+KEPT, REPACKED, EQUALISED = "boundaries_kept", "columns_repacked", "world_equalised"
+# First temperature as a share of J / N, which is about what a swap of similar samples changes, and last /
+# first.
 HEAT, COOLED = 0.2, 0.02
 # How much more a unit of work above the guard weighs, in the first and in the second half. RELAXED may pass
 # through plans above the guard while it is warm, which finds better ones; STRICT is for where it does not
@@ -37,36 +38,9 @@ RELAXED, STRICT = (0, 20), (20, 20)
 _LANES = 16
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """J in fixed point: what a unit of each work, and an assignment above the cap, adds to the integer
-    objective.
-    """
-
-    expert: int
-    token: int
-    pair: int
-    excess: int
-
-    def objective(self, work: Work | Bounds) -> int:
-        return (
-            self.expert * (work.expert_work or 0) + self.token * work.token_work + self.pair * work.pair_work
-        )
-
-
-def fixed_point(base: Work, *, topology: Topology) -> Weights:
-    """Weights with J = 1 per term at `base`, scaled so that no plan and no pressure reaches 2^63."""
-    one = 2**54 // topology.world_size
-    expert = one // base.expert_work if base.expert_work else 0
-    # One assignment too many costs as much as 16 units of expert work, whatever layers they are in.
-    return Weights(
-        expert=expert, token=one // base.token_work, pair=one // base.pair_work, excess=16 * max(expert, 1)
-    )
-
-
-def default_proposals(samples: int) -> int:
-    """Proposals of one batch: 50 ms for 128 samples, half a second for 1,024."""
-    return max(160_000, 800 * samples)
+def default_proposals(samples: int, *, level: BalanceLevel) -> int:
+    """Proposals of one batch: about 50 ms for 128 samples, half a second (`order`: a second) for 1,024."""
+    return max(160_000, 800 * samples) if level is BalanceLevel.cells else max(100_000, 400 * samples)
 
 
 def deviates() -> NDArray[np.int64]:
@@ -179,20 +153,6 @@ def _order(plan: PackPlan, state: State) -> Order:
     return order
 
 
-def order_plan(ranks: NDArray[np.int64], *, lengths: NDArray[np.int64], budget: int) -> PackPlan:
-    """The greedy, equalised packs of `ranks` [W, n]."""
-    packed = equalise([pack_consecutively(rank, lengths=lengths, budget=budget) for rank in ranks.tolist()])
-    return PackPlan(packs=tuple(tuple(packs) for packs in packed))
-
-
-def cells_plan(cells: NDArray[np.integer], *, topology: Topology, columns: int) -> PackPlan:
-    """The plan whose sample i lies in cell `rank x columns + column`, in order of arrival within a pack."""
-    members: list[list[list[int]]] = [[[] for _ in range(columns)] for _ in range(topology.world_size)]
-    for i, cell in enumerate(cells.tolist()):
-        members[cell // columns][cell % columns].append(i)
-    return PackPlan(packs=tuple(tuple(tuple(pack) for pack in rank) for rank in members))
-
-
 def anneal(
     start: PackPlan,
     *,
@@ -210,32 +170,39 @@ def anneal(
     proposals: int | None,
     cap: int | None,
     seconds: float | None,
-) -> tuple[PackPlan | None, SearchLog]:
+) -> tuple[PackPlan | None, SearchLog, dict[str, int]]:
     """The best plan found that beats `work`, the start's, in J, is no worse than `guard` and keeps the cap,
-    or None.
+    or None; the scoring paths of
+    level `order`.
 
     `goal` is J of the bounds. `seconds` is a safety net: the chain stops at the first of CHUNKS chunks that
     ends after it, and the log says so.
     """
     began = time.monotonic()
-    limit = default_proposals(len(lengths)) if proposals is None else proposals
+    limit = default_proposals(len(lengths), level=level) if proposals is None else proposals
     columns = start.packs_per_rank
     state = _state(start, lengths=lengths, loads=loads, topology=topology, columns=columns, seed=seed)
     _book(state, weights=weights, work=work, guard=guard, budget=budget, cap=cap)
     order = _order(start, state) if level is BalanceLevel.order else None
     book = state.book
-    window = max(1, min(max(8, len(lengths) // 32), (len(lengths) - 1) // 2))
+    # A window of 0 (fewer than three samples) has no neighbours: partners then come from anywhere.
+    window = min(max(8, len(lengths) // 32), (len(lengths) - 1) // 2)
     table, done, reason = deviates(), 0, "proposals"
     for chunk, temperature in enumerate(
         temperatures(int(book[moves.OBJECTIVE]), samples=len(lengths)).tolist()
     ):
         steps = limit * (chunk + 1) // CHUNKS - done
         book[moves.PRESSURE] = pressure[2 * chunk // CHUNKS]
-        if order is None:
-            anneal_cells(steps, temperature, window, table, *state)
-        else:
-            anneal_order(steps, temperature, window, table, *state, *order)
-        done += steps
+        while steps:
+            # As plain Python a chunk takes seconds: look at the clock more often.
+            some = steps if HAVE_NUMBA or seconds is None else min(steps, 64)
+            if order is None:
+                anneal_cells(some, temperature, window, table, *state)
+            else:
+                anneal_order(some, temperature, window, table, *state, *order)
+            done, steps = done + some, steps - some
+            if seconds is not None and time.monotonic() - began > seconds:
+                break
         if book[moves.FOUND] and book[moves.BEST] == goal:
             reason = "bounds"
             break
@@ -253,9 +220,11 @@ def anneal(
             "packs_per_rank": int(book[moves.MORE_PACKS]),
         },
     )
+    names = (KEPT, REPACKED, EQUALISED)
+    paths = {n: int(k) for n, k in zip(names, book[moves.KEPT :], strict=True)} if order is not None else {}
     if not book[moves.FOUND]:
-        return None, log
+        return None, log, paths
     if order is None:
-        return cells_plan(state.best, topology=topology, columns=columns), log
+        return cells_plan(state.best, topology=topology, columns=columns), log, paths
     ranks = state.best.reshape(topology.world_size, -1)
-    return order_plan(ranks, lengths=lengths, budget=budget), log
+    return order_plan(ranks, lengths=lengths, budget=budget), log, paths

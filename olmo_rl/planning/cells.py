@@ -130,7 +130,11 @@ def anneal_cells(
                 continue
             w2, c2 = w1, below(bits, count)
         else:
-            j = below(bits, n) if kind < ANYWHERE else partner(bits, sample[i, PLACE], window, by_length)
+            j = (
+                below(bits, n)
+                if kind < ANYWHERE or not window
+                else partner(bits, sample[i, PLACE], window, by_length)
+            )
             w2, c2 = sample[j, RANK], sample[j, COLUMN]
         if w1 == w2 and c1 == c2:
             continue

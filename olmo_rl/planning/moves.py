@@ -31,8 +31,8 @@ MEMBERS = 0
 W_EXPERT, W_TOKEN, W_PAIR, W_EXCESS = 3, 4, 5, 6
 G_EXPERT, G_TOKEN, G_PAIR = 7, 8, 9
 BUDGET, CAP, COLUMNS, PRESSURE, EXCESS, OBJECTIVE, BEST, FOUND = 10, 11, 12, 13, 14, 15, 16, 17
-ACCEPTED, WORSE, OVER_BUDGET, MORE_PACKS = 18, 19, 20, 21
-BOOK_SLOTS = 22
+ACCEPTED, WORSE, OVER_BUDGET, MORE_PACKS, KEPT, REPACKED, EQUALISED = 18, 19, 20, 21, 22, 23, 24
+BOOK_SLOTS = 25
 # Columns of `State.sample`.
 TOKENS, SQUARES, RANK, COLUMN, PLACE, SLOT = 0, 1, 2, 3, 4, 5
 
@@ -63,7 +63,7 @@ class State(NamedTuple):
 
 
 @inlined
-def draw(chain: U64) -> int:
+def draw(chain: U64) -> np.uint64:
     """The next 64 bits of splitmix64."""
     chain[0] += np.uint64(0x9E3779B97F4A7C15)
     x = chain[0]
@@ -73,13 +73,13 @@ def draw(chain: U64) -> int:
 
 
 @inlined
-def below(bits: int, limit: int) -> int:
+def below(bits: np.uint64, limit: int) -> int:
     """0 .. limit - 1 from the low 32 of `bits`."""
-    return np.int64(((bits & np.uint64(0xFFFFFFFF)) * np.uint64(limit)) >> np.uint64(32))
+    return int(np.int64(((bits & np.uint64(0xFFFFFFFF)) * np.uint64(limit)) >> np.uint64(32)))
 
 
 @inlined
-def allowed_rise(bits: int, temperature: int, deviates: I64) -> int:
+def allowed_rise(bits: np.uint64, temperature: int, deviates: I64) -> int:
     """Temperature times an exponential deviate from 12 of `bits`: the rise of the objective that is still
     accepted.
 
@@ -89,7 +89,7 @@ def allowed_rise(bits: int, temperature: int, deviates: I64) -> int:
 
 
 @inlined
-def partner(bits: int, place: int, window: int, by_length: I64) -> int:
+def partner(bits: np.uint64, place: int, window: int, by_length: I64) -> int:
     """A sample whose place in `by_length` differs from `place` by 1 .. window, or more at the ends."""
     p = place - window + below(bits, 2 * window)
     if p >= place:
@@ -186,8 +186,8 @@ def excess_change(peak: I32, c: int, r: int, peaks: I32, row: int, cap: int) -> 
     """
     old, new = 0, 0
     for k in range(peak.shape[2]):
-        old = max(old, np.int64(peak[c, r, k]))
-        new = max(new, np.int64(peaks[c, row, k]))
+        old = max(old, int(peak[c, r, k]))
+        new = max(new, int(peaks[c, row, k]))
     return max(0, new - cap) - max(0, old - cap)
 
 

@@ -22,6 +22,7 @@ from olmo_rl.planning.moves import (
     EXPERT,
     I32,
     I64,
+    KEPT,
     MORE_PACKS,
     PAIR,
     PLACE,
@@ -50,6 +51,7 @@ from olmo_rl.planning.repack import (
     split_until,
 )
 
+# The order of the counters `moves.KEPT`, `REPACKED`, `EQUALISED`.
 STAY, MOVE, ANEW = 0, 1, 2
 
 
@@ -97,7 +99,7 @@ def excess_of(peak: I32, packs: int, cap: int) -> int:
     if cap:
         for c in range(packs):
             for r in range(peak.shape[1]):
-                excess += max(0, np.int64(peak[c, r].max()) - cap)
+                excess += max(0, int(peak[c, r].max()) - cap)
     return excess
 
 
@@ -133,7 +135,11 @@ def anneal_order(
         bits, more = draw(chain), draw(chain)
         i = below(bits >> np.uint64(32), n)
         kind = np.int64((more >> np.uint64(12)) & np.uint64(1023))
-        j = below(bits, n) if kind < ANYWHERE else partner(bits, sample[i, PLACE], window, by_length)
+        j = (
+            below(bits, n)
+            if kind < ANYWHERE or not window
+            else partner(bits, sample[i, PLACE], window, by_length)
+        )
         w1, c1, k1 = sample[i, RANK], sample[i, COLUMN], sample[i, SLOT]
         w2, c2, k2 = sample[j, RANK], sample[j, COLUMN], sample[j, SLOT]
         if w1 == w2 and c1 == c2:
@@ -142,6 +148,7 @@ def anneal_order(
         packs = book[COLUMNS]
         limit = allowed_rise(more, temperature, deviates)
         path, first, second = propose_packs(w1, k1, i, w2, k2, j, book, sample, slots, edges, greedy, fresh)
+        book[KEPT + path] += 1
         if path == ANEW:
             exchange_slots(slots, sample, i, j)
             anew = rebuild(sample, h, load, peak, cell, columns, book, slots, edges, greedy, fresh)

@@ -19,16 +19,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.planning.anneal import Weights
+from olmo_rl.planning.anneal import EQUALISED, KEPT, REPACKED
 from olmo_rl.planning.objective import Bounds, Work
 from olmo_rl.planning.packing import RankPacks, equalise, pack_consecutively
 from olmo_rl.planning.starts import by_length
+from olmo_rl.planning.weights import Weights
 from olmo_rl.types import PackPlan, SearchLog, Topology
 
 I64 = NDArray[np.int64]
 
 PROPOSALS, PATIENCE = 1024, 256
-KEPT, REPACKED, EQUALISED = "boundaries_kept", "columns_repacked", "world_equalised"
 METRICS = tuple(field.name for field in fields(Work))
 
 
@@ -221,7 +221,8 @@ def proposals(packed: Packed, batch: Batch, rng: np.random.Generator) -> Iterato
             i, j = (int(x) for x in rng.integers(0, len(n), size=2))
             yield i, j
             continue
-        c, r, e = np.unravel_index(rng.choice(len(over), p=over / over.sum()), (columns, replicas, ep))
+        block = int(rng.choice(len(over), p=over / over.sum()))
+        c, r, e = block // (replicas * ep), block // ep % replicas, block % ep
         inside = np.flatnonzero((cell_of[:, 0] == c) & (cell_of[:, 1] == r))
         heavy = inside[np.argsort(-h[inside, e].sum(axis=-1), kind="stable")][: max(1, len(inside) // 4)]
         i = int(rng.choice(heavy))
@@ -279,9 +280,10 @@ def search_reference(
         paths[path] += 1
         new_work = work_of(new, experts=experts)
         change = batch.weights.objective(new_work) - batch.weights.objective(work)
-        if change == 0:
-            smooth = surrogate(packed, batch) if smooth is None else smooth
-        if change > 0 or (change == 0 and not surrogate(new, batch) < smooth * (1 - 1e-12)):
+        if change == 0 and smooth is None:
+            smooth = surrogate(packed, batch)
+        flat = change == 0 and smooth is not None and surrogate(new, batch) < smooth * (1 - 1e-12)
+        if change >= 0 and not flat:
             rejected["objective"] += 1
             continue
         metric = worse_metric(new_work, guard)

@@ -4,9 +4,8 @@ Owns the choice of starts, the guard (never worse than the best start on expert,
 pack count), the dispatch to the searches, and the independent rescore of what they return. Refuses settings
 that cannot take effect, samples that no pack holds and a cap that no plan was found to keep.
 
-"Best start" is the start of least J among those that are no worse than the order of arrival on any of the
-four; the order of arrival is one of them. Lower counts do not establish faster training: measure before
-turning it on.
+"Best start" is the start of least J with no more packs than the order of arrival, which is itself a start.
+Lower counts do not establish faster training: measure before turning it on.
 """
 
 from __future__ import annotations
@@ -21,38 +20,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
-from olmo_rl.planning.anneal import RELAXED, STRICT, Weights, anneal, cells_plan, fixed_point, order_plan
+from olmo_rl.config import BalanceConfig, BalanceKind
+from olmo_rl.planning.anneal import RELAXED, STRICT, anneal
 from olmo_rl.planning.loads import stable_hash
 from olmo_rl.planning.objective import Bounds, Work, lower_bounds, measure
 from olmo_rl.planning.packing import check_lengths, plan_step
 from olmo_rl.planning.reference import Batch, greedy_ranks, search_reference, worse_metric
 from olmo_rl.planning.starts import (
+    Start,
     arrival_ranks,
+    best_start,
     by_length,
-    fill_columns,
-    flatten_columns,
-    karmarkar_karp_ranks,
-    length_rows,
+    least,
+    no_worse,
+    order_plan,
+    starts,
 )
+from olmo_rl.planning.weights import Weights, fixed_point
 from olmo_rl.types import PackPlan, Refusal, SearchLog, Topology
-
-_GUARDED = ("expert_work", "token_work", "pair_work", "packs_per_rank")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """A plan to begin from, with its exact work."""
-
-    name: str
-    plan: PackPlan
-    work: Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan with its evidence. `before` is the order of arrival, `start` the best start, `seconds` the
-    time split: `start`, `search`, `verify`. `paths` counts the scoring paths of the reference search.
+    """A plan with its evidence. `before` is the order of arrival, `start` names the best start, `seconds`
+    splits the time into `start`, `search` and `verify`; `paths` counts the scoring paths of a search over
+    orders.
     """
 
     plan: PackPlan
@@ -72,11 +64,6 @@ def batch_seed(ids: Sequence[str]) -> int:
 def plan_digest(plan: PackPlan) -> str:
     """What all ranks compare after the plan has been broadcast."""
     return hashlib.sha256(repr(plan.packs).encode()).hexdigest()
-
-
-def no_worse(work: Work, than: Work) -> bool:
-    """Whether no guarded metric of `work` is above that of `than`."""
-    return all((getattr(work, name) or 0) <= (getattr(than, name) or 0) for name in _GUARDED)
 
 
 def balance_refusals(balance: BalanceConfig) -> list[str]:
@@ -108,13 +95,16 @@ def _check(
 ) -> None:
     reasons = balance_refusals(balance)
     world, ep = topology.world_size, topology.ep_degree
-    if loads is not None and (ep == 1 or world <= ep):
+    searched = balance.kind is not BalanceKind.none
+    if searched and loads is not None and (ep == 1 or world <= ep):
         reasons.append(
             f"balance={balance.kind.value} with expert loads needs 1 < strategy.ep_degree < world size, not "
             f"{ep} of {world}: set balance=none"
         )
-    if loads is None and balance.max_destination_load is not None:
-        reasons.append("balance.max_destination_load has no effect without expert loads: set it to null")
+    if balance.max_destination_load is not None and not (searched and loads is not None):
+        reasons.append(
+            "balance.max_destination_load has no effect without expert loads and a search: set it to null"
+        )
     if reasons:
         raise Refusal(reasons)
     assert len(ids) == len(lengths), "one id per sample"
@@ -153,64 +143,6 @@ class Found:
     start: Start
     started: float
     paths: dict[str, int]
-
-
-def starts(
-    lengths: NDArray[np.int64],
-    *,
-    loads: NDArray[np.int32] | None,
-    budget: int,
-    topology: Topology,
-    level: BalanceLevel,
-) -> list[Start]:
-    """The order of arrival first, then ranks balanced by length, their packs greedy or filled to few
-    columns.
-    """
-    world = topology.world_size
-    plans = {"arrival": plan_step(lengths, budget=budget, topology=topology)}
-    balanced = {
-        "length_rows": length_rows(lengths, world_size=world),
-        "karmarkar_karp": karmarkar_karp_ranks(lengths, world_size=world),
-    }
-    fewest = lower_bounds(lengths=lengths, loads=None, topology=topology, budget=budget).packs_per_rank
-    for name, ranks in balanced.items():
-        plans[name] = order_plan(ranks, lengths=lengths, budget=budget)
-        for columns in range(fewest, plans[name].packs_per_rank + 1):
-            cells = fill_columns(ranks, lengths=lengths, budget=budget, columns=columns)
-            if cells is None:
-                continue
-            if level is BalanceLevel.cells:
-                plans[f"{name}_filled"] = cells_plan(cells, topology=topology, columns=columns)
-            else:
-                filled = flatten_columns(ranks, cells=cells, lengths=lengths)
-                plans[f"{name}_filled"] = order_plan(filled, lengths=lengths, budget=budget)
-            break
-    return [
-        Start(name=name, plan=plan, work=measure(plan, lengths=lengths, loads=loads, topology=topology))
-        for name, plan in plans.items()
-    ]
-
-
-def best_start(candidates: Sequence[Start], *, weights: Weights, cap: int | None) -> Start:
-    """The start of least J among those that keep the cap and have no more packs than the order of arrival."""
-
-    def rank(start: Start) -> tuple[bool, int, int]:
-        over = cap is not None and (start.work.max_destination_load or 0) > cap
-        return over, weights.objective(start.work), start.work.packs_per_rank
-
-    arrival = candidates[0].work
-    return min((s for s in candidates if s.work.packs_per_rank <= arrival.packs_per_rank), key=rank)
-
-
-def _least(a: Work, b: Work) -> Work:
-    """`a` with each guarded work lowered to that of `b`."""
-    expert = None if a.expert_work is None or b.expert_work is None else min(a.expert_work, b.expert_work)
-    return replace(
-        a,
-        expert_work=expert,
-        token_work=min(a.token_work, b.token_work),
-        pair_work=min(a.pair_work, b.pair_work),
-    )
 
 
 def _none(problem: Problem) -> Found:
@@ -253,13 +185,13 @@ def _anneal(problem: Problem) -> Found:
         return Found(plan=plan, before=before, start=best, started=started, paths={})
     # A plan that is also no worse than the order of arrival comes first. The other attempts are for the
     # rare batch where no such plan is found; they share the deadline.
-    guards = [_least(best.work, before), best.work]
+    guards = [least(best.work, before), best.work]
     if guards[0] == guards[1]:
         guards.pop()
-    plan = None
+    done = accepted = 0
     for guard, pressure in itertools.product(guards, (RELAXED, STRICT)):
         left = problem.seconds - (time.perf_counter() - started)
-        plan, log = anneal(
+        found, log, paths = anneal(
             best.plan,
             work=best.work,
             guard=guard,
@@ -276,10 +208,12 @@ def _anneal(problem: Problem) -> Found:
             cap=problem.balance.max_destination_load,
             seconds=left,
         )
-        if plan is not None or log.stop_reason == "deadline":
+        done, accepted = done + log.proposals, accepted + log.accepted
+        if found is not None or log.stop_reason == "deadline":
             break
-    plan = replace(best.plan if plan is None else plan, search=log)
-    return Found(plan=plan, before=before, start=best, started=started, paths={})
+    log = replace(log, proposals=done, accepted=accepted)
+    plan = replace(best.plan if found is None else found, search=log)
+    return Found(plan=plan, before=before, start=best, started=started, paths=paths)
 
 
 def _reference(problem: Problem) -> Found:
@@ -321,19 +255,12 @@ def _reference(problem: Problem) -> Found:
 
 
 def _verify(after: Work, *, found: Found, problem: Problem) -> None:
-    """The independent rescore against what was promised. A failure here is ours, except for a cap out of
-    reach.
-    """
+    """The independent rescore against the guards. A failure is ours, except for a cap out of reach."""
     cap, reached = problem.balance.max_destination_load, after.max_destination_load
-    if (
-        problem.balance.kind is not BalanceKind.none
-        and cap is not None
-        and reached is not None
-        and reached > cap
-    ):
+    if cap is not None and reached is not None and reached > cap:
         raise Refusal(
             f"balance.max_destination_load={cap}: the best plan found sends {reached} assignments to one "
-            f"destination in one layer of one column: raise it to at least {reached} or lower packing.max_tokens"
+            f"destination in one layer of one column: raise it to {reached} or lower packing.max_tokens"
         )
     kept_cap = cap is None or (found.start.work.max_destination_load or 0) <= cap
     if kept_cap and not no_worse(after, found.start.work):

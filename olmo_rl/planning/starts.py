@@ -1,9 +1,9 @@
-"""Where a search begins: ranks balanced by length, and packs filled within the budget. NumPy only, under a
-millisecond.
+"""Where a search begins: ranks balanced by length, packs filled within the budget, and the best of these
+plans.
 
-Owns length rows, Karmarkar-Karp ranks of equal counts, and the first-fit cells of a given number of
-columns. It knows nothing about experts: routes of long samples are long, so lengths already explain most of
-the imbalance.
+Owns length rows, Karmarkar-Karp ranks of equal counts, first-fit cells of a given number of columns, and
+what "the best start" and "no worse" mean. The orders know nothing about experts: long samples have many
+assignments, so that lengths already explain most of the imbalance.
 
 Shapes: N = W x n samples, `ranks` int64 [W, n] positions of every rank in packing order, C columns. `cells`
 int32 [N] is `rank x C + column` of every sample.
@@ -12,9 +12,28 @@ int32 [N] is `rank x C + column` of every sample.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from olmo_rl.config import BalanceLevel
+from olmo_rl.planning.objective import Work, lower_bounds, measure
+from olmo_rl.planning.packing import equalise, pack_consecutively, plan_step
+from olmo_rl.planning.weights import Weights
+from olmo_rl.types import PackPlan, Topology
+
+_GUARDED = ("expert_work", "token_work", "pair_work", "packs_per_rank")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """A plan to begin from, with its exact work."""
+
+    name: str
+    plan: PackPlan
+    work: Work
 
 
 def by_length(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -106,3 +125,80 @@ def flatten_columns(
     """
     order = np.lexsort((ranks, -lengths[ranks], cells[ranks]), axis=1)
     return np.take_along_axis(ranks, order, axis=1)
+
+
+def order_plan(ranks: NDArray[np.int64], *, lengths: NDArray[np.int64], budget: int) -> PackPlan:
+    """The greedy, equalised packs of `ranks` [W, n]."""
+    packed = equalise([pack_consecutively(rank, lengths=lengths, budget=budget) for rank in ranks.tolist()])
+    return PackPlan(packs=tuple(tuple(packs) for packs in packed))
+
+
+def cells_plan(cells: NDArray[np.integer], *, topology: Topology, columns: int) -> PackPlan:
+    """The plan whose sample i lies in cell `rank x columns + column`, in order of arrival within a pack."""
+    members: list[list[list[int]]] = [[[] for _ in range(columns)] for _ in range(topology.world_size)]
+    for i, cell in enumerate(cells.tolist()):
+        members[cell // columns][cell % columns].append(i)
+    return PackPlan(packs=tuple(tuple(tuple(pack) for pack in rank) for rank in members))
+
+
+def no_worse(work: Work, than: Work) -> bool:
+    """Whether no guarded metric of `work` is above that of `than`."""
+    return all((getattr(work, name) or 0) <= (getattr(than, name) or 0) for name in _GUARDED)
+
+
+def starts(
+    lengths: NDArray[np.int64],
+    *,
+    loads: NDArray[np.int32] | None,
+    budget: int,
+    topology: Topology,
+    level: BalanceLevel,
+) -> list[Start]:
+    """The order of arrival first, then ranks balanced by length, their packs greedy or filled to few
+    columns.
+    """
+    world = topology.world_size
+    plans = {"arrival": plan_step(lengths, budget=budget, topology=topology)}
+    balanced = {
+        "length_rows": length_rows(lengths, world_size=world),
+        "karmarkar_karp": karmarkar_karp_ranks(lengths, world_size=world),
+    }
+    fewest = lower_bounds(lengths=lengths, loads=None, topology=topology, budget=budget).packs_per_rank
+    for name, ranks in balanced.items():
+        plans[name] = order_plan(ranks, lengths=lengths, budget=budget)
+        for columns in range(fewest, plans[name].packs_per_rank + 1):
+            cells = fill_columns(ranks, lengths=lengths, budget=budget, columns=columns)
+            if cells is None:
+                continue
+            if level is BalanceLevel.cells:
+                plans[f"{name}_filled"] = cells_plan(cells, topology=topology, columns=columns)
+            else:
+                filled = flatten_columns(ranks, cells=cells, lengths=lengths)
+                plans[f"{name}_filled"] = order_plan(filled, lengths=lengths, budget=budget)
+            break
+    return [
+        Start(name=name, plan=plan, work=measure(plan, lengths=lengths, loads=loads, topology=topology))
+        for name, plan in plans.items()
+    ]
+
+
+def best_start(candidates: Sequence[Start], *, weights: Weights, cap: int | None) -> Start:
+    """The start of least J among those that keep the cap and have no more packs than the order of arrival."""
+
+    def rank(start: Start) -> tuple[bool, int, int]:
+        over = cap is not None and (start.work.max_destination_load or 0) > cap
+        return over, weights.objective(start.work), start.work.packs_per_rank
+
+    arrival = candidates[0].work
+    return min((s for s in candidates if s.work.packs_per_rank <= arrival.packs_per_rank), key=rank)
+
+
+def least(a: Work, b: Work) -> Work:
+    """`a` with each guarded work lowered to that of `b`."""
+    expert = None if a.expert_work is None or b.expert_work is None else min(a.expert_work, b.expert_work)
+    return replace(
+        a,
+        expert_work=expert,
+        token_work=min(a.token_work, b.token_work),
+        pair_work=min(a.pair_work, b.pair_work),
+    )

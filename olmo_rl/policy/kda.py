@@ -96,7 +96,9 @@ class ShortConvolution(nn.Module):
         return short_convolution(x_TE, weight=self.weight, boundaries=context.boundaries)
 
     def step(self, x_BE: Tensor, *, position: int, window: Tensor) -> Tensor:
-        """[B, E] -> [B, E]. `window` [B, W-1, E] is a ring: token t lies at t mod (W-1), zeros before the first."""
+        """[B, E] -> [B, E]. `window` [B, W-1, E] is a ring: token t lies at t mod (W-1), zeros before the
+        first.
+        """
         reach = window.shape[1]
         taps = self.weight.t().contiguous()
         out = x_BE * taps[reach]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
@@ -243,6 +244,13 @@ def build_parallel_dims(topology: Topology, *, device_type: str) -> ParallelDims
     return dims
 
 
+def dense_mesh(dims: ParallelDims, *, device_type: str) -> DeviceMesh:
+    """The FSDP mesh of dense weights: every rank of the world, one rank too (torchtitan drops that mesh)."""
+    if dims.world_size == 1:
+        return init_device_mesh(device_type, (1,), mesh_dim_names=("fsdp",))
+    return dims.get_mesh("fsdp")
+
+
 def parallelize(
     model: HybridDecoder, *, dims: ParallelDims, dtype: torch.dtype, recompute: Recompute
 ) -> None:
@@ -257,7 +265,7 @@ def parallelize(
         if block.moe_enabled:
             topology.experts_per_rank(block.moe.router.num_experts)
             block.moe.routed_experts.parallelize(dims)
-    dense = dims.get_mesh("fsdp")
+    dense = dense_mesh(dims, device_type=next(model.parameters()).device.type)
     if dtype.itemsize < 4:
         exact = MixedPrecisionPolicy(
             param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -13,7 +13,8 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from olmo_rl.config import Config, LoggerKind
-from olmo_rl.data.tasks import Task, Tokenizer, build_task, load_tokenizer
+from olmo_rl.data.tasks import Task, build_task
+from olmo_rl.data.tokenizers import Tokenizer, load_tokenizer
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.training.metrics_csv import MetricsCsv
 from olmo_rl.training.processes import cluster_environment
@@ -95,6 +96,7 @@ def quiet_lightning() -> None:
     """Silence advice that does not apply: our loader is the batch sampler, and steps are logged one by
     one.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*logging on epoch.*", ".*treespec.*"):
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (".*does not have many workers.*", ".*`srun` command is available.*", ".*treespec.*"):
         warnings.filterwarnings("ignore", message=message)

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from olmo_rl.config import Config
 from olmo_rl.data.packs import PackedBatch
+from olmo_rl.data.tasks import Problem
 from olmo_rl.planning.report import draw_packs
 from olmo_rl.policy.engine import Request
 from olmo_rl.training.build import LocalRollouts
@@ -83,7 +84,7 @@ class Evaluation(Callback):
 
     def __init__(self, config: Config, *, local: LocalRollouts, contract: ContractLog) -> None:
         self._config = config
-        self._problems = local.task.held_out(config.task.eval_problems)
+        self._problems: list[Problem] | None = None
         self._local = local
         self._contract = contract
         self.results: dict[int, float] = {}
@@ -106,6 +107,9 @@ class Evaluation(Callback):
 
     def _evaluate(self, trainer: Trainer) -> float:
         strategy = cast(ExpertParallelStrategy, trainer.strategy)
+        if self._problems is None:
+            count = self._config.task.eval_problems
+            self._problems = strategy.from_rank_zero(lambda: self._local.task.held_out(count))
         mine = self._problems[strategy.global_rank :: strategy.world_size]
         generations = self._local.engine.generate(
             [

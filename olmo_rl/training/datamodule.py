@@ -17,7 +17,7 @@ from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
 from olmo_rl.config import BalanceKind, Config
-from olmo_rl.data.advantages import assign_advantages, filter_samples
+from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
 from olmo_rl.data.collate import batch_of_rank
 from olmo_rl.data.packs import Normalisers, PackedBatch
 from olmo_rl.planning.loads import collection_loads
@@ -109,7 +109,7 @@ class RolloutDataModule(LightningDataModule):
         limit = self.config.batch.max_skips
         if self._skips_in_a_row > limit:
             raise Refusal(
-                f"batch.max_skips={limit}: {self._skips_in_a_row} steps in a row had nothing to train on: "
+                f"batch.max_skips={limit}: {self._skips_in_a_row} steps in a row had nothing to train on, "
                 "every sample was filtered or masked. Warm the policy up (warm_start.steps), choose an easier "
                 "task, or turn batch.filter_zero_variance and batch.filter_truncated off"
             )
@@ -173,7 +173,7 @@ class RolloutDataModule(LightningDataModule):
     def _batch(
         self, samples: list[Sample], *, layout: ExpertLayout | None, facts: dict[str, float]
     ) -> PackedBatch:
-        if not any(sample.scored.any() for sample in samples):
+        if not can_train(samples):
             return self._empty_batch(facts)
         topology, config = self.strategy.topology, self.config
         started = time.perf_counter()

@@ -15,7 +15,8 @@ from typing_extensions import override
 from olmo_rl.config import Config
 from olmo_rl.data.collate import batch_of_rank
 from olmo_rl.data.packs import PackedBatch
-from olmo_rl.data.tasks import Problem, Task, Tokenizer
+from olmo_rl.data.tasks import Problem, Task
+from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.planning.packing import plan_step, unpacked_plan
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Sample
@@ -47,7 +48,8 @@ class DemonstrationDataModule(LightningDataModule):
 
     def _batch(self, step: int) -> PackedBatch:
         strategy = cast(ExpertParallelStrategy, cast(Any, self.trainer).strategy)
-        problems = self._task.problems(self._samples_per_step, seed=_step_seed(self.config.seed, step))
+        seed = _step_seed(self.config.seed, step)
+        problems = strategy.from_rank_zero(lambda: self._task.problems(self._samples_per_step, seed=seed))
         samples = [self._sample(problem, id=f"step{step}-{i}") for i, problem in enumerate(problems)]
         lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
         budget = self.config.budget

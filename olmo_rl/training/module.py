@@ -107,12 +107,6 @@ class PolicyModule(LightningModule):
             self.publish(self.weights.gather(), self.trainer.global_step)
 
     @override
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        if isinstance(batch, PackedBatch):
-            batch.packs = [pack.to(device) for pack in batch.packs]
-        return batch
-
-    @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> None:
         self.report = None
         if not batch.packs:
@@ -147,7 +141,7 @@ class PolicyModule(LightningModule):
         elif decision is Decision.checked:
             wanted = (batch,)
         for step in wanted:
-            packs = [pack.to(self.device) for pack in step.packs]
+            packs = step.to(self.device).packs
             step.anchors = [score_pack(pack, strategy=self.strategy, mode=self.mode) for pack in packs]
         return decision
 

@@ -15,11 +15,12 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from olmo_rl.config import Config
 from olmo_rl.data.files import check_layout, collection_paths, read_collection
-from olmo_rl.data.tasks import Problem, Tokenizer
+from olmo_rl.data.tasks import Problem
+from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.training.build import LocalRollouts
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Collection, Sample
+from olmo_rl.types import Collection, Refusal, Sample
 
 
 class Source(Protocol):
@@ -44,6 +45,7 @@ class FileSource:
         self.paths: list[Path] = collection_paths(config.rollouts.path)
         self._replay = config.replay
         self._model = config.model
+        self._needs_reference = config.loss.kl_coef > 0
 
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
         del groups
@@ -62,9 +64,20 @@ class FileSource:
             replay=self._replay,
             max_seq_len=self._model.max_seq_len,
         )
+        if self._needs_reference:
+            _check_reference(collection)
         for note in collection.notes:
             rank_zero_info(note)
         return collection
+
+
+def _check_reference(collection: Collection) -> None:
+    missing = [sample.id for sample in collection.samples if sample.ref_logprobs is None]
+    if missing:
+        raise Refusal(
+            f"{collection.source}: sample {missing[0]} and {len(missing) - 1} others have no ref_logprobs, "
+            "which loss.kl_coef > 0 needs: score them with the reference, or set loss.kl_coef=0"
+        )
 
 
 class LocalSource:
@@ -89,7 +102,8 @@ class LocalSource:
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
         rollouts = self._config.rollouts
         seed = _seed(self._config.seed, index, attempt)
-        problems = self._task.problems(groups, seed=seed)
+        # Some datasets draw from state that differs between processes.
+        problems = self._strategy.from_rank_zero(lambda: self._task.problems(groups, seed=seed))
         requests: list[tuple[str, str, Problem]] = []
         for number, problem in enumerate(problems):
             group = f"c{index}-a{attempt}-p{number}"

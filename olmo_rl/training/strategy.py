@@ -8,8 +8,9 @@ decoder on a pack.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from olmo_rl.data.packs import Pack, RouteMode, RouteTrace
 from olmo_rl.policy import titan
 from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder
 from olmo_rl.types import Topology
+
+T = TypeVar("T")
 
 
 class ExpertParallelStrategy(ModelParallelStrategy):
@@ -53,7 +56,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             "processes.run_ranks checks the world size first"
         )
         self._dims = titan.build_parallel_dims(self.topology, device_type=self.root_device.type)
-        self._device_mesh = self._dims.get_mesh("fsdp")
+        self._device_mesh = titan.dense_mesh(self._dims, device_type=self.root_device.type)
         self.lightning_module._device_mesh = self._device_mesh
 
     @property
@@ -62,9 +65,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def parallelize(self, decoder: HybridDecoder) -> None:
-        """Shard a fully initialised decoder in place; one process leaves it whole."""
+        """Shard a fully initialised decoder in place; one process in float32 leaves it whole."""
         decoder.to(self.root_device)
-        if self.topology.world_size == 1:
+        if self.topology.world_size == 1 and self.dtype is torch.float32:
             decoder.recompute = self.recompute
             return
         assert self._dims is not None
@@ -89,6 +92,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def from_rank_zero(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on every rank: for choices that another process might make
+        otherwise.
+        """
+        return self.broadcast(make() if self.global_rank == 0 else cast(T, None))
 
     def gather_objects(self, value: object) -> list[Any]:
         """What every rank passed, in rank order."""

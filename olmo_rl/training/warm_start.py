@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from olmo_rl.config import Config
-from olmo_rl.data.tasks import build_task, load_tokenizer
+from olmo_rl.data.tasks import build_task
+from olmo_rl.data.tokenizers import load_tokenizer
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.training.build import build_trainer
 from olmo_rl.training.callbacks import ProgressDisplay
