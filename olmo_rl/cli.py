@@ -22,7 +22,7 @@ from olmo_rl.config import Config, Recipe, register
 from olmo_rl.manual import manual
 from olmo_rl.overrides import explain_typos, group_choices, keep_text
 from olmo_rl.refusals import refusals, run_files
-from olmo_rl.types import Refusal
+from olmo_rl.types import RankFailed, Refusal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -137,6 +137,9 @@ def attempt(job: Callable[[], None], *, name: str) -> int:
             count = f"{len(refusal.reasons)} reasons" if len(refusal.reasons) > 1 else "one reason"
             _say([f"{name}refused, {count}:", *(f"  {reason}" for reason in refusal.reasons)])
         return REFUSED
+    except RankFailed as failure:  # its message is the rank's own traceback; ours says nothing more
+        print(failure, file=sys.stderr, flush=True)
+        return FAILED
     except SystemExit as end:
         code = cast(int, end.code or 0)
         if code == INTERRUPTED or code > SIGNALLED:
@@ -178,6 +181,20 @@ def typed_config(values: DictConfig, *, run_dir: str) -> Config:
     if config.run_dir:
         raise Refusal(f"run_dir={config.run_dir}: it follows from the run's name; set run_name")
     return replace(config, run_dir=run_dir)
+
+
+def compose(overrides: Sequence[str], *, run_dir: str) -> Config:
+    """What `python train.py <overrides>` would run, for programs: composed, typed, refused where it must be."""
+    from hydra import compose as compose_values
+    from hydra import initialize_config_dir
+
+    register()
+    with initialize_config_dir(config_dir=str(conf_directory()), version_base="1.3"):
+        values = compose_values("train", overrides=keep_text(overrides))
+    config = typed_config(values, run_dir=run_dir)
+    if reasons := refusals(config):
+        raise Refusal(reasons)
+    return config
 
 
 def clear(config: Config) -> None:

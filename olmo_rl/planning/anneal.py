@@ -35,6 +35,8 @@ HEAT, COOLED = 0.2, 0.02
 # through plans above the guard while it is warm, which finds better ones; STRICT is for where it does not
 # come back.
 RELAXED, STRICT = (0, 20), (20, 20)
+# Proposals between two looks at the clock: milliseconds.
+STEPS, UNCOMPILED_STEPS = 10_000, 64
 _LANES = 16
 
 
@@ -175,8 +177,8 @@ def anneal(
     or None; the scoring paths of
     level `order`.
 
-    `goal` is J of the bounds. `seconds` is a safety net: the chain stops at the first of CHUNKS chunks that
-    ends after it, and the log says so.
+    `goal` is J of the bounds. `seconds` is a safety net: the chain stops at the next look at the
+    clock, and the log says so.
     """
     began = time.monotonic()
     limit = default_proposals(len(lengths), level=level) if proposals is None else proposals
@@ -194,8 +196,7 @@ def anneal(
         steps = limit * (chunk + 1) // CHUNKS - done
         book[moves.PRESSURE] = pressure[2 * chunk // CHUNKS]
         while steps:
-            # As plain Python a chunk takes seconds: look at the clock more often.
-            some = steps if HAVE_NUMBA or seconds is None else min(steps, 64)
+            some = min(steps, STEPS if HAVE_NUMBA else UNCOMPILED_STEPS)
             if order is None:
                 anneal_cells(some, temperature, window, table, *state)
             else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +87,8 @@ def check_stride(layer_stride: int) -> int:
     return layer_stride
 
 
-def _checked_routes(sample: Sample, layout: ExpertLayout) -> NDArray[np.integer]:
+def check_routes(sample: Sample, *, layout: ExpertLayout) -> NDArray[np.integer]:
+    """The routes of `sample` [T-1, L, K], once they are known to be there, of that shape and integers."""
     routes = sample.routes
     if routes is None:
         raise Refusal(
@@ -100,6 +102,15 @@ def _checked_routes(sample: Sample, layout: ExpertLayout) -> NDArray[np.integer]
     if routes.dtype.kind not in "iu":
         raise Refusal(f"sample {sample.id}: routes are {routes.dtype}, expected integers")
     return routes
+
+
+def refuse_id(sample: Sample, routes: NDArray[np.integer], index: int, *, layout: ExpertLayout) -> NoReturn:
+    """Refuse the expert id at flat `index` of `routes`, naming sample, row and layer."""
+    row, layer, k = (int(x) for x in np.unravel_index(index, routes.shape))
+    raise Refusal(
+        f"sample {sample.id}: expert id {int(routes[row, layer, k])} in row {row}, layer "
+        f"{layout.routed_layers[layer]} is outside 0..{layout.num_experts - 1}"
+    )
 
 
 def count_numpy(
@@ -141,14 +152,10 @@ def _count(
     sample: Sample, *, layout: ExpertLayout, table: NDArray[np.int64], ep_degree: int, layer_stride: int
 ) -> NDArray[np.int64]:
     """int64 [E, L']: loads of the recorded rows of one sample, the tail not included."""
-    routes = _checked_routes(sample, layout)
+    routes = check_routes(sample, layout=layout)
     loads, bad = count_compiled(routes, table=table, ep_degree=ep_degree, layer_stride=layer_stride)
     if bad >= 0:
-        row, layer, k = np.unravel_index(bad, routes.shape)
-        raise Refusal(
-            f"sample {sample.id}: expert id {int(routes[row, layer, k])} in row {int(row)}, layer "
-            f"{layout.routed_layers[int(layer)]} is outside 0..{len(table) - 1}"
-        )
+        refuse_id(sample, routes, bad, layout=layout)
     return loads
 
 

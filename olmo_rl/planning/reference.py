@@ -55,26 +55,24 @@ class Packed:
 
 
 def greedy_ranks(order: I64, *, n: I64, h: I64, topology: Topology, weights: Weights) -> I64:
-    """int64 [W, N / W]: `order` dealt in rows of W, every sample to the free rank where it adds least to J.
+    """int64 [W, N / W]: `order` dealt in rows of W, every sample to the free rank that then carries least.
 
-    Whole ranks stand in for packs here: the packs are not known before the last sample is placed.
+    What a rank carries: its replica's sum over layers of the busiest destination, its tokens and its pairs,
+    weighed as in J. Whole ranks stand in for packs, which are not known before the last sample is placed.
     """
     world, ep = topology.world_size, h.shape[1]
     rows = order.reshape(-1, world)
     ranks = np.empty((world, len(rows)), dtype=np.int64)
     load = np.zeros((world // ep, *h.shape[1:]), dtype=np.int64)
     tokens, pairs = np.zeros(world, dtype=np.int64), np.zeros(world, dtype=np.int64)
-    peak = load.max(axis=1).sum(axis=1)
     for k, row in enumerate(rows):
         free = np.ones(world, dtype=bool)
         for i in row[np.argsort(-n[row], kind="stable")]:
-            after = (load + h[i]).max(axis=1).sum(axis=1)
-            added = np.repeat(after - peak, ep)
-            cost = weights.expert * added + weights.token * tokens + weights.pair * pairs
-            w = int(np.argmin(np.where(free, cost, np.iinfo(np.int64).max)))
+            after = np.repeat((load + h[i]).max(axis=1).sum(axis=1), ep)
+            carried = weights.expert * after + weights.token * tokens + weights.pair * pairs
+            w = int(np.argmin(np.where(free, carried, np.iinfo(np.int64).max)))
             free[w], ranks[w, k] = False, i
             load[w // ep] += h[i]
-            peak[w // ep] = after[w // ep]
             tokens[w] += n[i]
             pairs[w] += n[i] ** 2
     return ranks
@@ -183,8 +181,8 @@ def surrogate(packed: Packed, batch: Batch) -> float:
         soft = top[0] + scale * np.log(np.exp((values - top) / scale).sum(axis=0))
         return weight * float(soft.sum())
 
-    columns = len(packed.load)
-    blocks = packed.load.reshape(columns, -1, packed.load.shape[-1]).transpose(1, 0, 2)
+    columns, replicas, ep, layers = packed.load.shape
+    blocks = packed.load.reshape(columns, replicas * ep, layers).transpose(1, 0, 2)
     w = batch.weights
     return smooth(blocks, w.expert) + smooth(packed.tokens.T, w.token) + smooth(packed.pairs.T, w.pair)
 

@@ -118,6 +118,21 @@ def _check(
             )
 
 
+def warm_up(balance: BalanceConfig) -> None:
+    """Compile the kernels that `balance` needs, or load them from the cache: tens of seconds when nothing
+    is cached.
+
+    For a thread at start-up, so that the first optimizer step does not wait for the compiler.
+    """
+    if balance.kind is not BalanceKind.anneal:
+        return
+    lengths = [5, 4, 3, 2, 5, 4, 3, 1]
+    small = replace(balance, proposals=1, seconds=math.inf, max_destination_load=None)
+    loads = np.arange(16, dtype=np.int32).reshape(8, 2, 1)
+    ids = [str(i) for i in range(8)]
+    plan_batch(lengths, ids=ids, loads=loads, budget=8, topology=Topology(4, 2), balance=small)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """One batch and how to plan it."""

@@ -71,12 +71,18 @@ class Checkpoints(Callback):
         self._last_saved = -1
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning installs its own handlers before this hook; they would broadcast inside the handler.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
 
@@ -104,6 +110,7 @@ class Checkpoints(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if cast(Any, trainer).datamodule.steps_left == 0:
             self._save(trainer)
+        self._restore_handlers()
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.global_step == self._last_saved:

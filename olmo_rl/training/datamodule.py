@@ -109,7 +109,7 @@ class RolloutDataModule(LightningDataModule):
         limit = self.config.batch.max_skips
         if self._skips_in_a_row > limit:
             raise Refusal(
-                f"batch.max_skips={limit}: {self._skips_in_a_row} steps in a row had nothing to train on, "
+                f"batch.max_skips={limit}: {self._skips_in_a_row} steps in a row had nothing to train on: "
                 "every sample was filtered or masked. Warm the policy up (warm_start.steps), choose an easier "
                 "task, or turn batch.filter_zero_variance and batch.filter_truncated off"
             )

@@ -1,0 +1,308 @@
+"""What the ranks of test_distributed.py run: recipes over one, two and four gloo ranks, and what was seen.
+
+`python distributed_cases.py DIRECTORY` imports everything once, then forks the ranks of one world after
+another. Each rank runs the recipes as `run_ranks` would call them and leaves `world{n}-rank{r}.pt`. Hooks of
+torch watch from outside: every forward of a decoder, and the full gradients that an optimizer is about to
+use. The world of one process runs first: its weights and files are what the other worlds start from.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from training_cases import config_of, masked, samples_of, write_files
+
+from olmo_rl.config import (
+    BatchConfig,
+    Config,
+    LossConfig,
+    OnNonfinite,
+    OptimConfig,
+    PackingConfig,
+    PackingKind,
+    PolicyConfig,
+    Recipe,
+    Recompute,
+    Reduction,
+    RolloutsConfig,
+    ScoringConfig,
+    ScoringMode,
+    Source,
+    StrategyConfig,
+    TaskConfig,
+    TaskKind,
+    TrainerConfig,
+)
+from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.training.build import build_trainer
+from olmo_rl.training.datamodule import RolloutDataModule
+from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.sources import FileSource
+from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.training.update import POLICY
+from olmo_rl.types import Refusal, Sample
+from recipes import rollout, score, sft, train
+
+TIMEOUT_SECONDS = 20
+WORLDS = (1, 2, 4)
+TWELVE = ((3, 1), (2, 3), (4, 7), (1, 2), (5, 5), (2, 6), (6, 4), (3, 3), (1, 1), (2, 8), (7, 2), (3, 5))
+BUDGET = 24
+# Even positions go to rank 0: [4, 5], 7, 8, 6, 9 are five packs of ten tokens, 6 7 8 9 6 7 on rank 1 are six.
+FIVE_AND_SIX = (4, 6, 5, 7, 7, 8, 8, 9, 6, 6, 9, 7)
+
+
+def odd_responses(response: str, answer: str) -> float:
+    """A verifier that an untrained policy satisfies now and then."""
+    return float(len(response) % 2)
+
+
+@dataclass(eq=False)
+class Watch:
+    """What torch did since `clear`: forwards of decoders with and without gradients, gradients per update."""
+
+    forwards: list[bool] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    decoder: HybridDecoder | None = None
+    terminate_at: int | None = None
+
+    def clear(self) -> None:
+        self.forwards, self.gradients, self.terminate_at = [], [], None
+
+    def on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, HybridDecoder):
+            self.decoder = module
+            self.forwards.append(torch.is_grad_enabled())
+
+    def on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        assert self.decoder is not None
+        self.gradients.append({n: full(p.grad) for n, p in self.decoder.named_parameters()})
+        if len(self.gradients) == self.terminate_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def full(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
+    value = hashlib.sha256()
+    for name in sorted(weights):
+        value.update(name.encode() + weights[name].contiguous().numpy().tobytes())
+    return value.hexdigest()
+
+
+@dataclass(kw_only=True, eq=False)
+class Rank:
+    """One rank at work: `directory` is shared by all worlds, `results` go to the test."""
+
+    world: int
+    directory: Path
+    watch: Watch
+    results: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, name: str, *, ep: int | None = None, files: str = "twelve", **sections: Any) -> Config:
+        """A run over the collections in `files`; two ranks share experts unless `ep` says otherwise."""
+        fields = {
+            "trainer": TrainerConfig(devices=self.world, max_steps=1),
+            "strategy": StrategyConfig(
+                ep_degree=min(self.world, 2) if ep is None else ep, timeout_seconds=TIMEOUT_SECONDS
+            ),
+            "packing": PackingConfig(kind=PackingKind.consecutive, max_tokens=BUDGET),
+            "loss": LossConfig(router_z_weight=0.01),
+        }
+        config = config_of(self.directory / files, **(fields | sections))
+        return replace(config, run_name=name, run_dir=str(self.directory / f"world{self.world}" / name))
+
+    def run(self, name: str, recipe: Callable[[Config], None], config: Config, **watch: Any) -> None:
+        """Run a recipe of this rank and note what it did, or how it ended."""
+        self.watch.clear()
+        self.watch.terminate_at = watch.get("terminate_at")
+        found: dict[str, Any] = {"ended": None}
+        try:
+            recipe(config)
+        except (Refusal, FloatingPointError) as error:
+            found["ended"] = f"{type(error).__name__}: {error}"
+        except SystemExit as ended:
+            found["ended"] = ended.code
+        run_dir = Path(config.run_dir)
+        log = run_dir / f"training_contract_rank{dist.get_rank()}.jsonl"
+        found |= {
+            "forwards": list(self.watch.forwards),
+            "gradients": list(self.watch.gradients),
+            "events": [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else [],
+            "rows": read_metrics(run_dir / "metrics.csv") if (run_dir / "metrics.csv").is_file() else [],
+        }
+        if (run_dir / "scores.jsonl").is_file():
+            lines = [json.loads(line) for line in (run_dir / "scores.jsonl").read_text().splitlines()]
+            found["scores"] = {line["sample_id"]: line["policy_logprobs"] for line in lines}
+        if self.watch.decoder is not None:
+            parameters = self.watch.decoder.named_parameters()
+            found["weights"] = digest({name: full(p) for name, p in parameters})
+        self.results[name] = found
+
+
+def write_inputs(directory: Path) -> None:
+    """Collections by name, below `directory`, where `config_of` looks for them."""
+
+    def lengths(*values: int, seed: int) -> list[Sample]:
+        return samples_of([(1, length - 1) for length in values], seed=seed)
+
+    twelve = samples_of(TWELVE, seed=1)
+    write_files(directory / "twelve", [twelve])
+    write_files(directory / "silent", [[masked(s) if i % 2 else s for i, s in enumerate(twelve)]])
+    write_files(directory / "five and six", [lengths(*FIVE_AND_SIX, seed=2)])
+    write_files(directory / "three", [lengths(8, 8, 8, seed=3)])
+    collections = [samples_of(TWELVE[i : i + 4], seed=i, prefix=f"f{i}-") for i in range(4)]
+    write_files(directory / "four", collections)
+    # Advantages -2 over three tokens on rank 0, -1 over one on rank 1; the others only balance their groups.
+    a, c, b, d = samples_of([(2, 3), (1, 2), (4, 1), (2, 2)], seed=4)
+    uneven = [replace(a, reward=-2.0), replace(b, reward=-1.0), masked(replace(c, reward=2.0))]
+    write_files(directory / "uneven", [[*uneven, masked(replace(d, reward=1.0))]])
+    huge = [replace(s, reward=3e38 if i % 2 else -3e38) for i, s in enumerate(samples_of(TWELVE[:4], seed=5))]
+    write_files(directory / "huge", [huge])
+    problems = [{"prompt": f"{word}?", "answer": ""} for word in ("ab", "cde", "f", "gh", "ijkl", "mn", "op")]
+    lines = [json.dumps(problem) for problem in problems * 10]
+    (directory / "problems.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def compare_updates(rank: Rank) -> None:
+    """One update in every form that must give the same gradient, then forms whose gradient is another."""
+    unpacked = PackingConfig(kind=PackingKind.none)
+    forms: dict[str, dict[str, Any]] = {
+        "packed": {},
+        "one pack each": {"packing": PackingConfig(kind=PackingKind.consecutive, max_tokens=64)},
+        "unpacked": {"packing": unpacked},
+        "recomputed": {"policy": PolicyConfig(recompute=Recompute.full)},
+        "scored first": {"scoring": ScoringConfig(mode=ScoringMode.always)},
+        "by response": {"loss": LossConfig(reduction=Reduction.response)},
+        "silent": {"files": "silent"},
+    }
+    for name, sections in forms.items():
+        rank.run(name, train.train, rank.config(name, **sections))
+    if rank.world > 1:
+        rank.run("no experts shared", train.train, rank.config("no experts shared", ep=1))
+
+
+def follow_contracts(rank: Rank) -> None:
+    """What only several ranks can get wrong: counts, denominators, errors."""
+    plain = LossConfig(normalize_advantages=False)
+    ten = PackingConfig(kind=PackingKind.consecutive, max_tokens=10)
+    always = ScoringConfig(mode=ScoringMode.always)
+    rank.run("uneven", train.train, rank.config("uneven", files="uneven", loss=plain))
+    for name, recipe in (("five and six", train.train), ("five and six scored", score.score)):
+        rank.run(name, recipe, rank.config(name, files="five and six", packing=ten, scoring=always))
+    for name, recipe in (("three", train.train), ("three scored", score.score)):
+        rank.run(name, recipe, rank.config(name, files="three", packing=ten))
+    for choice in OnNonfinite:
+        loss = replace(plain, on_nonfinite=choice)
+        name = f"huge {choice.value}"
+        rank.run(name, train.train, rank.config(name, files="huge", loss=loss))
+
+
+def interrupt_and_resume(rank: Rank) -> None:
+    """Four updates straight, and the same four with a signal to the last rank during the second."""
+    steps = TrainerConfig(devices=rank.world, max_steps=4)
+    rank.run("straight", train.train, rank.config("straight", files="four", trainer=steps))
+    config = rank.config("interrupted", files="four", trainer=steps)
+    last = dist.get_rank() == rank.world - 1
+    rank.run("interrupted", train.train, config, terminate_at=2 if last else None)
+    rank.results["saved"] = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").rglob("*"))
+    rank.run("resumed", train.train, replace(config, ckpt_path="last"))
+
+
+def generate(rank: Rank) -> None:
+    """Supervised updates, then rollouts, their scores, and training on the local engine's samples, from the
+    weights and files that one process made.
+    """
+    local: dict[str, Any] = {
+        "packing": PackingConfig(kind=PackingKind.consecutive, max_tokens=64),
+        "task": TaskConfig(
+            kind=TaskKind.jsonl,
+            path=str(rank.directory / "problems.jsonl"),
+            verifier={"_target_": "distributed_cases.odd_responses"},
+            eval_problems=1,
+            eval_interval=1,
+        ),
+        "rollouts": RolloutsConfig(group_size=4, max_new_tokens=12),
+        "batch": BatchConfig(samples_per_step=16),
+        "optim": OptimConfig(lr=1e-2, warmup_steps=0),
+        "trainer": TrainerConfig(devices=rank.world, max_steps=2),
+    }
+    single = rank.directory / "world1"
+    weights = str(single / "sft" / "checkpoints" / "step-2")
+    rank.run("sft", sft.train, rank.config("sft", recipe=Recipe.sft, **local))
+    several = {"recipe": Recipe.rollout, "rollouts": replace(local["rollouts"], collections=2)}
+    rank.run("rollout", rollout.generate, rank.config("rollout", init_from=weights, **(local | several)))
+    files = RolloutsConfig(source=Source.files, path=str(single / "rollout" / "rollouts"))
+    rank.run("scored", score.score, rank.config("scored", init_from=weights, rollouts=files))
+    rank.run("local", train.train, rank.config("local", init_from=weights, **local))
+
+
+def publish(rank: Rank) -> None:
+    """What a publisher is given, by policy version, and what the policy then holds."""
+    given: dict[int, str] = {}
+    config = rank.config("published", files="four", trainer=TrainerConfig(devices=rank.world, max_steps=2))
+    module = PolicyModule(config, objective=POLICY)
+    module.publish = lambda weights, version: given.update({version: digest(weights)})
+    data = RolloutDataModule(config, source=FileSource(config))
+    strategy = ExpertParallelStrategy(config)
+    trainer = build_trainer(config, strategy=strategy, max_steps=2, callbacks=[], loggers=[])
+    trainer.fit(module, datamodule=data)
+    held = digest({name: full(parameter) for name, parameter in module.policy.named_parameters()})
+    rank.results["published"] = {"given": given, "held": held}
+
+
+def run_rank(number: int, world: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "GROUP_RANK": "0"}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the group exists already
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store{world}",
+        rank=number,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    watch = Watch()
+    rank = Rank(world=world, directory=Path(directory), watch=watch)
+    with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
+        parts: Sequence[Callable[[Rank], None]] = (compare_updates, generate)
+        if world == 2:
+            parts = (*parts, follow_contracts, interrupt_and_resume, publish)
+        if world == 4:
+            parts = (compare_updates,)
+        for part in parts:
+            part(rank)
+    torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(directory: str) -> None:
+    sys.modules["distributed_cases"] = sys.modules["__main__"]  # the verifier's import path
+    write_inputs(Path(directory))
+    for world in WORLDS:
+        mp.start_processes(run_rank, args=(world, directory), nprocs=world, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
