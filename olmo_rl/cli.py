@@ -170,7 +170,13 @@ def execute(values: DictConfig, *, parent: int) -> None:
             raise Refusal(reasons)
     if config.overwrite and launched_rank() == 0:
         clear(config)
-    importlib.import_module(f"recipes.{config.recipe.value}").run(config)
+    recipe = importlib.import_module(f"recipes.{config.recipe.value}")
+    try:
+        recipe.run(config)
+    except Refusal as refusal:
+        if launched_rank() > 0:  # it may be this rank's alone, of its share of the requests
+            _say([f"rank {launched_rank()} refused:", *(f"  {reason}" for reason in refusal.reasons)])
+        raise
 
 
 def typed_config(values: DictConfig, *, run_dir: str) -> Config:
@@ -184,7 +190,9 @@ def typed_config(values: DictConfig, *, run_dir: str) -> Config:
 
 
 def compose(overrides: Sequence[str], *, run_dir: str) -> Config:
-    """What `python train.py <overrides>` would run, for programs: composed, typed, refused where it must be."""
+    """What `python train.py <overrides>` would run, for programs: composed, typed, refused where it must
+    be.
+    """
     from hydra import compose as compose_values
     from hydra import initialize_config_dir
 

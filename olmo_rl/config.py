@@ -147,7 +147,9 @@ class BalanceConfig:
     seconds: float = 1.0  # deadline of one batch
     layer_stride: int = 1  # look at every n-th routed layer
     max_destination_load: int | None = None  # assignments of one EP rank in one layer of one column
-    overlap: bool = True  # plan the next batch while this one trains
+    overlap: bool = True  # plan the next step of a collection while this one is scored or trained
+    cost_model: str | None = None  # recipe=plan: file of recipes.fit_cost_model, predicts seconds
+    write_permutation: str | None = None  # recipe=plan: file for a longest-first placement of experts
 
 
 @dataclass(kw_only=True, slots=True)
@@ -281,7 +283,7 @@ class Config:
     ckpt_path: str | None = None  # last, a checkpoint directory, or null
     overwrite: bool = False  # train into a directory that holds a run
     cache_dir: str = "outputs/.cache"  # warm starts, shared by runs
-    init_from: str | None = None  # weights to start from: checkpoint or Hugging Face directory
+    init_from: str | None = None  # weights to start from: a run's checkpoint or a safetensors file
     run_dir: str = ""  # filled by train.py with Hydra's runtime output directory
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -319,6 +321,12 @@ class Config:
     def generates(self) -> bool:
         """Whether collections are generated during the run; such a source can fill a short collection."""
         return self.rollouts.source is not Source.files
+
+    def scores_separately(self, *, steps_in_collection: int) -> bool:
+        """Whether an update needs a scoring pass of its own: asked for, with a reference, or because after
+        the first step of a collection the policy has moved away from its anchor.
+        """
+        return self.scoring.mode is ScoringMode.always or self.loss.kl_coef > 0 or steps_in_collection > 1
 
     @property
     def world_size(self) -> int:

@@ -1,18 +1,23 @@
-"""Plan without GPU, process group or torch: lengths and routes in; plan.json, packs.png and a table out."""
+"""Plan without GPU, process group or torch: lengths and routes in; plan.json, pictures and a table out."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceKind, Config
 from olmo_rl.data.files import collection_paths, read_collection
-from olmo_rl.planning.loads import collection_loads
+from olmo_rl.planning.cost_model import read_cost_model
+from olmo_rl.planning.load_picture import draw_loads
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
+from olmo_rl.planning.placement import ExpertTotals, write_placement
 from olmo_rl.planning.report import Block, describe_step, draw_packs, print_report, scoring_remark, write_plan
+from olmo_rl.planning.schedule import schedule_step, step_loads
 from olmo_rl.planning.synthetic import LONGEST, synthetic_collection
 from olmo_rl.types import Collection, Refusal, Sample, Topology
 
@@ -23,6 +28,11 @@ def run(config: Config) -> None:
     topology = Topology(config.world_size, config.ep_degree)
     budget = config.budget if config.packed else None
     blocks: list[Block] = []
+    model = None if config.balance.cost_model is None else read_cost_model(config.balance.cost_model)
+    if model is not None:
+        model.check(topology)
+    experts = ExpertTotals(topology)
+    first_loads: NDArray[np.int32] | None = None
     tail: list[str] = []
     notes: list[str] = []
     most = config.batch.steps_per_collection
@@ -37,19 +47,37 @@ def run(config: Config) -> None:
         most = max(most, len(steps))
         for positions in steps:
             samples = [collection.samples[i] for i in positions]
-            blocks.append(plan_step_of(samples, collection=collection, step=len(blocks), config=config))
+            block, loads = plan_step_of(samples, collection=collection, step=len(blocks), config=config)
+            first_loads = first_loads if blocks else loads
+            blocks.append(block)
+            if loads is not None and collection.layout is not None and topology.ep_degree > 1:
+                experts.add(samples, layout=collection.layout)
         tail += [collection.samples[i].id for i in rest]
     if not blocks:
         raise Refusal(
             f"batch.samples_per_step={config.batch.samples_per_step}: no collection holds a complete step "
             f"({len(tail)} samples in all): lower it, or set it to null for one step per file"
         )
+    notes += [] if model is None else list(model.lines([(b.step, b.before, b.after) for b in blocks]))
     directory, first = Path(config.run_dir), blocks[0]
-    write_plan(blocks, topology=topology, budget=budget, untouched_tail=tail, path=directory / "plan.json")
-    picture = directory / "packs.png"
-    draw_packs(first.plan, lengths=first.lengths, budget=budget, path=picture, title="Optimizer step 0")
+    written = [directory / "plan.json", directory / "packs.png"]
+    write_plan(blocks, topology=topology, budget=budget, untouched_tail=tail, path=written[0])
+    draw_packs(first.plan, lengths=first.lengths, budget=budget, path=written[1], title="Optimizer step 0")
+    if first_loads is not None and first.plan.search is not None:
+        arrival = plan_step(first.lengths, budget=config.budget, topology=topology)
+        written.append(directory / "loads.png")
+        draw_loads(arrival, first.plan, loads=first_loads, topology=topology, path=written[-1])
+    if experts.known:
+        placement, layers = experts.placement()
+        notes.append(
+            f"balance/placement_floor {placement.floor:.3f}: busiest EP rank over the mean one with experts "
+            f"where they are, whatever the packs; longest first would reach {placement.reached:.3f}"
+        )
+        if config.balance.write_permutation is not None:
+            written.append(Path(config.balance.write_permutation))
+            write_placement(placement, layers=layers, topology=topology, path=written[-1])
     notes += remarks(config, steps_per_collection=most)
-    notes.append(f"{time.perf_counter() - started:.1f} s. Written: {directory / 'plan.json'}, {picture}")
+    notes.append(f"{time.perf_counter() - started:.1f} s. Written: {', '.join(map(str, written))}")
     print_report(blocks, topology=topology, budget=budget, untouched_tail=tail, notes=notes)
 
 
@@ -72,27 +100,27 @@ def read_collections(config: Config) -> Iterator[Collection]:
     )
 
 
-def plan_step_of(samples: list[Sample], *, collection: Collection, step: int, config: Config) -> Block:
-    """The plan of one optimizer step and what it costs."""
+def plan_step_of(
+    samples: list[Sample], *, collection: Collection, step: int, config: Config
+) -> tuple[Block, NDArray[np.int32] | None]:
+    """The plan of one optimizer step and what it costs; its destination loads where routes are known."""
     topology, budget = Topology(config.world_size, config.ep_degree), config.budget
     ids, source = [sample.id for sample in samples], collection.source
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-    loads = None
-    if samples[0].routes is not None and collection.layout is not None:
-        stride = config.balance.layer_stride
-        loads = collection_loads(samples, layout=collection.layout, topology=topology, layer_stride=stride)
+    began = time.perf_counter()
+    loads = step_loads(samples, layout=collection.layout, topology=topology, balance=config.balance)
+    seconds = {"count": time.perf_counter() - began}
     if config.packed:
         arrival = plan_step(lengths, budget=budget, topology=topology, ids=ids, source=source)
     else:
         arrival = unpacked_plan(lengths, topology=topology, ids=ids, source=source)
-    plan = arrival
+    plan, start = arrival, None
     if config.balance.kind is not BalanceKind.none:
-        from olmo_rl.planning.search import plan_batch  # brings compiled kernels: only for a search
-
-        plan = plan_batch(
+        found = schedule_step(
             lengths, ids=ids, loads=loads, budget=budget, topology=topology, balance=config.balance
         )
-    return describe_step(
+        plan, start, seconds = found.plan, found.start, seconds | found.seconds
+    block = describe_step(
         plan,
         step=step,
         ids=ids,
@@ -102,6 +130,7 @@ def plan_step_of(samples: list[Sample], *, collection: Collection, step: int, co
         topology=topology,
         budget=budget if config.packed else None,
     )
+    return replace(block, start=start, seconds=seconds), loads
 
 
 def remarks(config: Config, *, steps_per_collection: int) -> Iterator[str]:
@@ -111,4 +140,4 @@ def remarks(config: Config, *, steps_per_collection: int) -> Iterator[str]:
         yield f"rollouts={source} has no samples yet: lengths and routes follow a synthetic law."
     if config.batch.filter_zero_variance or config.batch.filter_truncated:
         yield "Filters act when training, before the cut into steps: this plan holds every sample."
-    yield scoring_remark(config.scoring, steps_per_collection=steps_per_collection)
+    yield scoring_remark(config, steps_in_collection=steps_per_collection)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from olmo_rl.config import Config
@@ -37,16 +38,20 @@ def generate(config: Config) -> None:
     assert samples is not None, "refusals require batch.samples_per_step for a generating source"
     groups = -(-samples * config.batch.steps_per_collection // config.rollouts.group_size)
 
-    def draw(index: torch.Tensor) -> None:
+    def draw(index: int) -> None:
         collection = source.draw(int(index), attempt=0, groups=groups)
         assert collection is not None, "a generating source is never exhausted"
         if strategy.global_rank == 0:
             path = directory / f"collection-{int(index):05d}.parquet"
-            write_collection(collection, path)
-            rewards = [sample.reward for sample in collection.samples]
+            judged = [sample for sample in collection.samples if math.isfinite(sample.reward)]
+            failed = len(collection.samples) - len(judged)
+            collection = replace(collection, samples=judged)
+            rewards = [sample.reward for sample in judged]
             tokens = int(collection.lengths.sum())
-            mean = sum(rewards) / len(rewards)
-            print(f"{path.name}: {len(rewards)} samples, {tokens} tokens, mean reward {mean:.3f}")
+            write_collection(collection, path)
+            mean = sum(rewards) / max(1, len(rewards))
+            left_out = f", {failed} without a verdict left out" if failed else ""
+            print(f"{path.name}: {len(rewards)} samples, {tokens} tokens, mean reward {mean:.3f}{left_out}")
 
     module.on_predict = draw
     trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])

@@ -57,6 +57,7 @@ def score(config: Config) -> None:
     if trainer.is_global_zero:
         path = Path(config.run_dir) / "scores.jsonl"
         scratch = path.with_suffix(".tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
         with scratch.open("w", encoding="utf-8") as file:
             for id, values in scores.items():
                 file.write(json.dumps({"sample_id": id, "policy_logprobs": values}) + "\n")

@@ -41,7 +41,7 @@ def run(config: Config) -> None:
     for note in findings.notes:
         tell("note", note)
     steps = max(config.batch.steps_per_collection, findings.most_updates)
-    print(scoring_remark(config.scoring, steps_per_collection=steps))
+    print(scoring_remark(config, steps_in_collection=steps))
 
 
 def count_parameters(config: Config, *, attention: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ from olmo_rl.config import (
     ScoringMode,
     Source,
     StrategyConfig,
+    StrategyKind,
     TaskConfig,
     TaskKind,
     TrainerConfig,
 )
+from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.training.build import build_trainer
 from olmo_rl.training.datamodule import RolloutDataModule
@@ -91,6 +93,8 @@ class Watch:
             self.forwards.append(torch.is_grad_enabled())
 
     def on_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if optimizer.param_groups[0]["lr"] == 0:
+            return  # saving and loading step once at rate 0, to create the optimizer's state
         assert self.decoder is not None
         self.gradients.append({n: full(p.grad) for n, p in self.decoder.named_parameters()})
         if len(self.gradients) == self.terminate_at:
@@ -120,13 +124,15 @@ class Rank:
 
     def config(self, name: str, *, ep: int | None = None, files: str = "twelve", **sections: Any) -> Config:
         """A run over the collections in `files`; two ranks share experts unless `ep` says otherwise."""
+        kind = StrategyKind.single if self.world == 1 else StrategyKind.expert_parallel
         fields = {
             "trainer": TrainerConfig(devices=self.world, max_steps=1),
             "strategy": StrategyConfig(
-                ep_degree=min(self.world, 2) if ep is None else ep, timeout_seconds=TIMEOUT_SECONDS
+                kind=kind,
+                ep_degree=min(self.world, 2) if ep is None else ep,
+                timeout_seconds=TIMEOUT_SECONDS,
             ),
             "packing": PackingConfig(kind=PackingKind.consecutive, max_tokens=BUDGET),
-            "loss": LossConfig(router_z_weight=0.01),
         }
         config = config_of(self.directory / files, **(fields | sections))
         return replace(config, run_name=name, run_dir=str(self.directory / f"world{self.world}" / name))
@@ -142,6 +148,7 @@ class Rank:
             found["ended"] = f"{type(error).__name__}: {error}"
         except SystemExit as ended:
             found["ended"] = ended.code
+        dist.barrier()  # rank 0 writes last
         run_dir = Path(config.run_dir)
         log = run_dir / f"training_contract_rank{dist.get_rank()}.jsonl"
         found |= {
@@ -153,6 +160,12 @@ class Rank:
         if (run_dir / "scores.jsonl").is_file():
             lines = [json.loads(line) for line in (run_dir / "scores.jsonl").read_text().splitlines()]
             found["scores"] = {line["sample_id"]: line["policy_logprobs"] for line in lines}
+        if (run_dir / "rollouts").is_dir():
+            found["samples"] = [
+                sample
+                for path in collection_paths(run_dir / "rollouts")
+                for sample in read_collection(path, require_routes=True).samples
+            ]
         if self.watch.decoder is not None:
             parameters = self.watch.decoder.named_parameters()
             found["weights"] = digest({name: full(p) for name, p in parameters})
@@ -178,8 +191,7 @@ def write_inputs(directory: Path) -> None:
     write_files(directory / "uneven", [[*uneven, masked(replace(d, reward=1.0))]])
     huge = [replace(s, reward=3e38 if i % 2 else -3e38) for i, s in enumerate(samples_of(TWELVE[:4], seed=5))]
     write_files(directory / "huge", [huge])
-    problems = [{"prompt": f"{word}?", "answer": ""} for word in ("ab", "cde", "f", "gh", "ijkl", "mn", "op")]
-    lines = [json.dumps(problem) for problem in problems * 10]
+    lines = [json.dumps({"prompt": f"{'ab' * (i % 4)}{i}?", "answer": str(i)}) for i in range(100)]
     (directory / "problems.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -195,9 +207,11 @@ def compare_updates(rank: Rank) -> None:
         "by response": {"loss": LossConfig(reduction=Reduction.response)},
         "silent": {"files": "silent"},
     }
+    if rank.world == 4:
+        forms = {name: forms[name] for name in ("packed", "silent")}
     for name, sections in forms.items():
         rank.run(name, train.train, rank.config(name, **sections))
-    if rank.world > 1:
+    if rank.world == 2:
         rank.run("no experts shared", train.train, rank.config("no experts shared", ep=1))
 
 
@@ -207,6 +221,7 @@ def follow_contracts(rank: Rank) -> None:
     ten = PackingConfig(kind=PackingKind.consecutive, max_tokens=10)
     always = ScoringConfig(mode=ScoringMode.always)
     rank.run("uneven", train.train, rank.config("uneven", files="uneven", loss=plain))
+    rank.run("twelve scored", score.score, rank.config("twelve scored"))
     for name, recipe in (("five and six", train.train), ("five and six scored", score.score)):
         rank.run(name, recipe, rank.config(name, files="five and six", packing=ten, scoring=always))
     for name, recipe in (("three", train.train), ("three scored", score.score)):
@@ -238,7 +253,7 @@ def generate(rank: Rank) -> None:
             kind=TaskKind.jsonl,
             path=str(rank.directory / "problems.jsonl"),
             verifier={"_target_": "distributed_cases.odd_responses"},
-            eval_problems=1,
+            eval_problems=7,
             eval_interval=1,
         ),
         "rollouts": RolloutsConfig(group_size=4, max_new_tokens=12),
@@ -248,7 +263,11 @@ def generate(rank: Rank) -> None:
     }
     single = rank.directory / "world1"
     weights = str(single / "sft" / "checkpoints" / "step-2")
-    rank.run("sft", sft.train, rank.config("sft", recipe=Recipe.sft, **local))
+    rank.run(
+        "sft",
+        sft.train,
+        rank.config("sft", recipe=Recipe.sft, loss=LossConfig(router_z_weight=0.01), **local),
+    )
     several = {"recipe": Recipe.rollout, "rollouts": replace(local["rollouts"], collections=2)}
     rank.run("rollout", rollout.generate, rank.config("rollout", init_from=weights, **(local | several)))
     files = RolloutsConfig(source=Source.files, path=str(single / "rollout" / "rollouts"))
@@ -285,13 +304,13 @@ def run_rank(number: int, world: int, directory: str) -> None:
     watch = Watch()
     rank = Rank(world=world, directory=Path(directory), watch=watch)
     with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
-        parts: Sequence[Callable[[Rank], None]] = (compare_updates, generate)
+        compare_updates(rank)
+        if world < 4:
+            generate(rank)
         if world == 2:
-            parts = (*parts, follow_contracts, interrupt_and_resume, publish)
-        if world == 4:
-            parts = (compare_updates,)
-        for part in parts:
-            part(rank)
+            follow_contracts(rank)
+            interrupt_and_resume(rank)
+            publish(rank)
     torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
     dist.barrier()
     dist.destroy_process_group()

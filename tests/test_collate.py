@@ -65,7 +65,9 @@ def test_no_tail_row_scores_a_token() -> None:
     a, b = five_tokens("a", first=0), five_tokens("b", first=3)
     everything = np.ones(5, dtype=np.bool_)
     pack = collate(
-        [replace(a, response_mask=everything), replace(b, response_mask=everything)], layout=TINY, topology=ONE
+        [replace(a, response_mask=everything), replace(b, response_mask=everything)],
+        layout=TINY,
+        topology=ONE,
     )
     assert scored_slots(pack).rows.tolist() == [0, 1, 2, 3, 5, 6, 7, 8]
 
@@ -187,7 +189,10 @@ def check_pairing(plan: PackPlan, *, topology: Topology) -> None:
         pair = [index % LAYOUT.num_experts, (index + 1) % LAYOUT.num_experts]
         tail = tail_routes(sample.id, layout=LAYOUT, topology=topology).tolist()
         assert routes == [[pair, pair]] * (len(sample) - 1) + [tail]
-    for batch in batches:
+    for rank, batch in enumerate(batches):
+        assert [pack.ids for pack in batch.packs] == [
+            tuple(samples[i].id for i in pack) for pack in plan.packs[rank]
+        ]
         assert batch.samples == samples, "every rank keeps the step in order of arrival"
         assert batch.normalisers == count_normalisers(samples)
 
@@ -255,7 +260,10 @@ def test_a_nan_in_a_slot_that_is_not_scored_reads_zero() -> None:
     for values in (sample.behavior_logprobs, sample.ref_logprobs):
         values[[0, 1, 3]] = (np.nan, -np.inf, np.nan)
     pack = collate([sample], layout=LAYOUT, topology=ONE)
-    for name, values in (("behavior_logprobs", sample.behavior_logprobs), ("ref_logprobs", sample.ref_logprobs)):
+    for name, values in (
+        ("behavior_logprobs", sample.behavior_logprobs),
+        ("ref_logprobs", sample.ref_logprobs),
+    ):
         assert pack[name].tolist() == [0.0, 0.0, float(values[2]), 0.0, float(values[4])]
 
 

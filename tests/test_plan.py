@@ -17,6 +17,7 @@ from matplotlib.image import imread
 from olmo_rl.config import (
     BatchConfig,
     Config,
+    LossConfig,
     ModelConfig,
     PackingConfig,
     PackingKind,
@@ -332,20 +333,24 @@ def test_a_searched_plan_is_reported_beside_the_order_of_arrival(capsys: pytest.
     }
     print_report([block], topology=topology, budget=10, untouched_tail=[], notes=["[not markup] 3 %"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0", "arrival", "2", "x", "2", "1.0", "0.500", "18", "+80%", "162", "+98%"] in rows
-    assert ["planned", "2", "x", "1", "2.0", "1.000", "10", "+0%", "82", "+0%"] in rows
+    assert ["0", "arrival", "88.7%", "2", "x", "2", "1.0", "0.500", "18", "+80%", "162", "+98%"] in rows
+    assert ["planned", "0.0%", "2", "x", "1", "2.0", "1.000", "10", "+0%", "82", "+0%"] in rows
+    assert ["bound", "0.0%", "2", "x", "1", "10", "82"] in rows
+    log = "Step 0: 5 proposals, 1 accepted, stopped by bounds; rejected by pair_work 2"
+    assert log.split() in rows
     assert ["[not", "markup]", "3", "%"] in rows
 
 
 def test_the_scoring_remark_follows_the_configuration() -> None:
-    auto = ScoringConfig(check_interval=7)
-    assert "every 7 updates, skipped otherwise" in scoring_remark(auto, steps_per_collection=1)
-    assert "2 optimizer steps from one collection" in scoring_remark(auto, steps_per_collection=2)
-    assert "first update of each process, skipped" in scoring_remark(
-        ScoringConfig(check_interval=0), steps_per_collection=1
-    )
-    always = ScoringConfig(mode=ScoringMode.always)
-    assert "scoring.mode=always" in scoring_remark(always, steps_per_collection=1)
+    auto = Config(scoring=ScoringConfig(check_interval=7))
+    assert "every 7 updates, skipped otherwise" in scoring_remark(auto, steps_in_collection=1)
+    assert "2 optimizer steps from one collection" in scoring_remark(auto, steps_in_collection=2)
+    once = Config(scoring=ScoringConfig(check_interval=0))
+    assert "first update of each process, skipped" in scoring_remark(once, steps_in_collection=1)
+    always = Config(scoring=ScoringConfig(mode=ScoringMode.always))
+    assert "scoring.mode=always" in scoring_remark(always, steps_in_collection=1)
+    referenced = Config(loss=LossConfig(kl_coef=0.1))
+    assert "loss.kl_coef=0.1" in scoring_remark(referenced, steps_in_collection=1)
 
 
 def test_grey_in_the_picture_is_the_unused_share_of_the_budget(tmp_path: Path) -> None:

@@ -50,20 +50,20 @@ def test_all_three_scoring_paths_equal_a_count_from_scratch() -> None:
     for room in (1.0, 1.3, 2.5):
         case = random_case(3, world=4, ep=2, per_rank=6, layers=3, room=room)
         batch = batch_of(case)
-        packed = pack_order(arrival_ranks(24, world_size=4).tolist(), batch)
+        packed = pack_order(arrival_ranks(24, world_size=4).tolist(), batch=batch)
         for _ in range(150):
             i, j = ((int(rng.integers(4)), int(rng.integers(6))) for _ in range(2))
-            packed, path = swapped(packed, i, j, batch)
+            packed, path = swapped(packed, i=i, j=j, batch=batch)
             taken[path] += 1
-            fresh = pack_order(packed.ranks, batch)
+            fresh = pack_order(packed.ranks, batch=batch)
             assert packed.packs == fresh.packs
             for name in ("load", "tokens", "pairs"):
                 assert np.array_equal(getattr(packed, name), getattr(fresh, name))
             plan = PackPlan(packs=tuple(tuple(rank) for rank in packed.packs))
             work = measure(plan, lengths=case.lengths, loads=case.loads, topology=case.topology)
             mine = work_of(packed, experts=True)
-            assert worse_metric(mine, work) is None
-            assert worse_metric(work, mine) is None
+            assert worse_metric(mine, guard=work) is None
+            assert worse_metric(work, guard=mine) is None
     assert min(taken.values()) > 20
 
 
@@ -84,8 +84,8 @@ def test_three_quarters_of_the_proposals_start_from_a_heavy_contributor_of_an_ov
 ):
     case = random_case(5, world=4, ep=2, per_rank=10, layers=3)
     batch = batch_of(case)
-    packed = pack_order(arrival_ranks(40, world_size=4).tolist(), batch)
-    pairs = list(itertools.islice(proposals(packed, batch, np.random.default_rng(1)), 4000))
+    packed = pack_order(arrival_ranks(40, world_size=4).tolist(), batch=batch)
+    pairs = list(itertools.islice(proposals(packed, batch=batch, rng=np.random.default_rng(1)), 4000))
     cell = {i: (c, w // 2) for w in range(4) for c, pack in enumerate(packed.packs[w]) for i in pack}
     across = np.mean([cell[i] != cell[j] for i, j in pairs])
     uniform = np.mean([cell[i] != cell[j] for i in range(40) for j in range(40)])
@@ -104,15 +104,15 @@ def test_three_quarters_of_the_proposals_start_from_a_heavy_contributor_of_an_ov
 def test_the_surrogate_bounds_j_and_sees_what_maxima_hide() -> None:
     case = random_case(7, world=4, ep=2, per_rank=4, layers=2)
     batch = batch_of(case)
-    packed = pack_order(arrival_ranks(16, world_size=4).tolist(), batch)
+    packed = pack_order(arrival_ranks(16, world_size=4).tolist(), batch=batch)
     j = batch.weights.objective(work_of(packed, experts=True))
-    assert j <= surrogate(packed, batch) < 1.2 * j
+    assert j <= surrogate(packed, batch=batch) < 1.2 * j
     # The second busiest rank of a column loses tokens: no maximum changes, the surrogate falls.
     lighter = dataclasses.replace(packed, tokens=packed.tokens.copy())
     second = np.argsort(packed.tokens[0])[-2]
     lighter.tokens[0, second] -= 1
     assert lighter.tokens.max(axis=1).tolist() == packed.tokens.max(axis=1).tolist()
-    assert surrogate(lighter, batch) < surrogate(packed, batch)
+    assert surrogate(lighter, batch=batch) < surrogate(packed, batch=batch)
 
 
 def test_a_plan_is_no_worse_than_arrival_on_every_metric_and_every_proposal_is_accounted_for() -> None:
@@ -122,7 +122,7 @@ def test_a_plan_is_no_worse_than_arrival_on_every_metric_and_every_proposal_is_a
         found = case.plan(BalanceConfig(kind=BalanceKind.reference, proposals=150, seconds=600))
         log = found.plan.search
         assert log is not None
-        assert worse_metric(found.after, found.before) is None
+        assert worse_metric(found.after, guard=found.before) is None
         assert set(log.rejected) == {"objective", *METRICS}
         assert log.accepted + sum(log.rejected.values()) == log.proposals == sum(found.paths.values())
         improved += found.after.expert_work < found.before.expert_work  # type: ignore[operator]
@@ -160,9 +160,9 @@ def test_the_guard_names_the_first_metric_that_is_worse() -> None:
         max_destination_load=5,
         packs_per_rank=2,
     )
-    assert worse_metric(base, base) is None
+    assert worse_metric(base, guard=base) is None
     for name in METRICS:
         higher = dataclasses.replace(base, **{name: getattr(base, name) + 1})
-        assert worse_metric(higher, base) == name
-        assert worse_metric(base, higher) is None
-    assert worse_metric(dataclasses.replace(base, skew_mean=1.5 + 1e-15), base) is None
+        assert worse_metric(higher, guard=base) == name
+        assert worse_metric(base, guard=higher) is None
+    assert worse_metric(dataclasses.replace(base, skew_mean=1.5 + 1e-15), guard=base) is None

@@ -94,7 +94,7 @@ def test_every_invariant_holds_on_random_and_adversarial_batches(
     assert gap(after, bounds=found.bounds, base=before) >= -1e-12
     if balance.kind is not BalanceKind.reference:
         start = case.plan(BalanceConfig(kind=BalanceKind.greedy, level=balance.level)).after
-        assert no_worse(after, start)
+        assert no_worse(after, than=start)
     else:
         for field in dataclasses.fields(after):
             new, old = getattr(after, field.name), getattr(before, field.name)
@@ -141,7 +141,7 @@ def test_more_proposals_never_run_past_their_number_and_none_returns_the_best_st
         log = some.plan.search
         assert log.proposals == 3001
         assert log.accepted + sum(log.rejected.values()) <= log.proposals
-        assert no_worse(some.after, greedy.after)
+        assert no_worse(some.after, than=greedy.after)
 
 
 def test_a_deadline_stops_the_search_says_so_and_still_returns_a_guarded_plan() -> None:
@@ -150,7 +150,7 @@ def test_a_deadline_stops_the_search_says_so_and_still_returns_a_guarded_plan() 
     assert found.plan.search is not None
     assert found.plan.search.stop_reason == "deadline"
     assert found.plan.search.proposals < 2_000_000_000
-    assert no_worse(found.after, case.plan(BalanceConfig(kind=BalanceKind.greedy)).after)
+    assert no_worse(found.after, than=case.plan(BalanceConfig(kind=BalanceKind.greedy)).after)
 
 
 PROGRAM = """

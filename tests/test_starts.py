@@ -111,8 +111,8 @@ def test_the_best_start_has_least_j_and_no_more_packs_than_the_order_of_arrival(
         assert weights.objective(best.work) == min(weights.objective(s.work) for s in rivals)
         both = least(best.work, arrival.work)
         assert both.token_work == min(best.work.token_work, arrival.work.token_work)
-        assert no_worse(best.work, best.work)
-        assert no_worse(best.work, arrival.work) == (both == best.work)
+        assert no_worse(best.work, than=best.work)
+        assert no_worse(best.work, than=arrival.work) == (both == best.work)
         # A cap that only one start keeps makes it the best.
         lightest = min(rivals, key=lambda s: s.work.max_destination_load or 0)
         kept = best_start(candidates, weights=weights, cap=lightest.work.max_destination_load)

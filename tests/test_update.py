@@ -1,5 +1,5 @@
-"""One update through the real trainer, in float64: gradients against an oracle that takes one document at a time,
-and against the same update under other budgets, filler, recomputation and scoring.
+"""One update through the real trainer, in float64: gradients against an oracle that takes one document at a
+time, and against the same update under other budgets, filler, recomputation and scoring.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder
 from olmo_rl.types import Sample, Topology
 
 EXACT = 1e-12  # of float64 sums in another order
+GRPO = {"kind": "grpo", "clip_low": 0.2, "clip_high": 0.28, "reduction": "token"}
 
 
 def budget(tokens: int) -> PackingConfig:
@@ -53,7 +54,7 @@ def budget(tokens: int) -> PackingConfig:
 
 
 def step_samples() -> list[Sample]:
-    """Response lengths 1, 3, 7, 2, 5, 6, 4, 3; interior tokens of sample 2 and all of sample 5 are not trained."""
+    """Responses of 1 to 7 tokens; interior tokens of sample 2 and all of sample 5 are not trained."""
     samples = samples_of(SHAPES)
     samples[2] = masked(samples[2], keep=(4, 5, 8, 10))
     samples[5] = masked(samples[5])
@@ -113,9 +114,7 @@ def oracle_documents(
 
 def gradients_of(decoder: HybridDecoder, loss: Tensor) -> dict[str, Tensor]:
     loss.backward()
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in decoder.named_parameters()
-    }
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in decoder.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +132,9 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_update_has_the_gradients_of_the_oracle(whole: Run) -> None:
     decoder = decoder_with(whole.recorder.weights[0])
     documents = oracle_documents(step_samples(), decoder=decoder)
-    loss = policy_objective(documents, settings={"kind": "grpo", "clip_low": 0.2, "clip_high": 0.28, "reduction": "token"})  # fmt: skip
+    loss = policy_objective(documents, settings=GRPO)
     terms = whole.events("optimizer")[0]["terms"]
-    assert terms["loss/total"] == pytest.approx(float(loss), rel=EXACT)
+    assert terms["loss/total"] == pytest.approx(number(loss), rel=EXACT)
     assert largest_difference(whole.recorder.gradients[0], gradients_of(decoder, loss)) < EXACT
     assert whole.events("replay")[0]["overlap"] < 0.9, "replayed routes must differ from live ones to bite"
 
@@ -165,10 +164,10 @@ def test_the_mean_of_responses_is_the_oracles_in_one_pack_and_in_many(tmp_path: 
     ]
     decoder = decoder_with(runs[0].recorder.weights[0])
     documents = oracle_documents(step_samples(), decoder=decoder)
-    expected = policy_objective(documents, settings={"kind": "grpo", "clip_low": 0.2, "clip_high": 0.28, "reduction": "response"})  # fmt: skip
+    expected = policy_objective(documents, settings=GRPO | {"reduction": "response"})
     gradients = gradients_of(decoder, expected)
     for run in runs:
-        assert run.events("optimizer")[0]["terms"]["loss/total"] == pytest.approx(float(expected), rel=EXACT)
+        assert run.events("optimizer")[0]["terms"]["loss/total"] == pytest.approx(number(expected), rel=EXACT)
         assert largest_difference(run.recorder.gradients[0], gradients) < EXACT
     assert runs[0].events("optimizer")[0]["global_responses"] == 7, "the masked response does not count"
 
@@ -179,16 +178,7 @@ def test_importance_weights_and_reference_kl_have_the_gradients_of_the_oracle(tm
     decoder = decoder_with(run.recorder.weights[0])
     expected = policy_objective(
         oracle_documents(step_samples(), decoder=decoder),
-        settings={
-            "kind": "grpo",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "reduction": "token",
-            "tis_low": 0.7,
-            "tis_high": 1.6,
-            "kl": "k2",
-            "kl_coef": 0.05,
-        },
+        settings=GRPO | {"tis_low": 0.7, "tis_high": 1.6, "kl": "k2", "kl_coef": 0.05},
     )
     terms = run.events("optimizer")[0]["terms"]
     assert 0 < terms["loss/tis_low"] < 1
@@ -197,7 +187,9 @@ def test_importance_weights_and_reference_kl_have_the_gradients_of_the_oracle(tm
     assert largest_difference(run.recorder.gradients[0], gradients_of(decoder, expected)) < EXACT
 
 
-def test_masked_packs_change_neither_a_bit_of_the_gradients_nor_the_counters(apart: Run, tmp_path: Path) -> None:
+def test_masked_packs_change_neither_a_bit_of_the_gradients_nor_the_counters(
+    apart: Run, tmp_path: Path
+) -> None:
     filler = [masked(sample) for sample in samples_of(((8, 8), (9, 9), (6, 12)), seed=9, prefix="filler")]
     run = run_step(tmp_path / "run", [*step_samples(), *filler], packing=budget(20))
     assert run.events("packing")[0]["packs"] == apart.events("packing")[0]["packs"] + 3
@@ -270,10 +262,10 @@ def test_router_losses_combine_by_real_tokens_over_packs(apart: Run, tmp_path: P
         balance = balance + output.router_balance.sum() * tokens / total
         z_mean = z_mean + output.router_z.sum() / total
     terms, plain = run.events("optimizer")[0]["terms"], apart.events("optimizer")[0]["terms"]
-    assert terms["loss/router_balance"] == pytest.approx(float(balance), rel=EXACT)
-    assert terms["loss/router_z"] == pytest.approx(float(z_mean), rel=EXACT)
+    assert terms["loss/router_balance"] == pytest.approx(number(balance), rel=EXACT)
+    assert terms["loss/router_z"] == pytest.approx(number(z_mean), rel=EXACT)
     assert terms["loss/total"] == pytest.approx(
-        plain["loss/total"] + aux * float(balance) + z * float(z_mean), rel=EXACT
+        plain["loss/total"] + aux * number(balance) + z * number(z_mean), rel=EXACT
     )
     added = gradients_of(decoder, aux * balance + z * z_mean)
     expected = {name: gradient + added[name] for name, gradient in apart.recorder.gradients[0].items()}
@@ -294,11 +286,11 @@ def test_steps_of_one_file_are_anchored_at_the_policy_before_the_first_of_them(t
     before, after = (decoder_with(weights) for weights in run.recorder.weights)
     advantages = group_advantages([s.reward for s in samples], [s.group for s in samples], normalize=True)
     documents = oracle_documents(samples[8:], decoder=after, anchors=before, advantages=advantages[8:])
-    expected = policy_objective(documents, settings={"kind": "grpo", "clip_low": 0.2, "clip_high": 0.28, "reduction": "token"})  # fmt: skip
+    expected = policy_objective(documents, settings=GRPO)
     terms = run.events("optimizer")[1]["terms"]
     assert terms["loss/ratio_drift"] > 0.01
     assert terms["loss/clip_low"] + terms["loss/clip_high"] > 0
-    assert terms["loss/total"] == pytest.approx(float(expected), rel=1e-10)
+    assert terms["loss/total"] == pytest.approx(number(expected), rel=1e-10)
     assert largest_difference(run.recorder.gradients[1], gradients_of(after, expected)) < 1e-10
     ratios = [
         abs(number(log_probability(document, t)) - document.anchor[t])

@@ -182,7 +182,26 @@ def test_files_are_refused_together_with_the_configuration(tmp_path: Path) -> No
 def test_a_sample_longer_than_the_budget_is_refused_by_id_and_length(tmp_path: Path) -> None:
     write_file(tmp_path / "a.parquet", lengths=[4, 5, 70, 6])
     with pytest.raises(Refusal, match=r"'s2' has 70 tokens.* budget of 64"):
-        validate.run(files(tmp_path / "a.parquet", "batch.samples_per_step=2", "packing.max_tokens=64"))
+        validate.run(
+            files(
+                tmp_path / "a.parquet",
+                "batch.samples_per_step=2",
+                "packing.max_tokens=64",
+                "model.max_seq_len=128",
+            )
+        )
+
+
+def test_a_sample_longer_than_the_context_is_refused_by_id_and_length(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.parquet", lengths=[4, 5, 70, 6])
+    with pytest.raises(Refusal, match=r"'s2' has 70 tokens.* model.max_seq_len=64"):
+        validate.run(files(tmp_path / "a.parquet", "batch.samples_per_step=2"))
+
+
+def test_files_that_hold_no_complete_update_are_refused(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.parquet", lengths=[4, 5])
+    with pytest.raises(Refusal, match=r"batch.samples_per_step=4"):
+        validate.run(files(tmp_path, "batch.samples_per_step=4"))
 
 
 def test_files_without_routes_or_reference_log_probs_are_refused_where_those_are_needed(
@@ -196,10 +215,12 @@ def test_files_without_routes_or_reference_log_probs_are_refused_where_those_are
 
 def test_a_sound_file_is_told_with_its_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_file(tmp_path / "a.parquet", lengths=[4, 5, 6, 7, 8], logprobs=True)
-    validate.run(files(tmp_path, "batch.samples_per_step=2", "loss.kl_coef=0.1"))
+    validate.run(files(tmp_path, "batch.samples_per_step=2"))
     out = capsys.readouterr().out
     assert "1, 5 samples of up to 8 tokens, 2 updates" in out
     assert "2 optimizer steps from one collection" in out
+    validate.run(files(tmp_path, "batch.samples_per_step=2", "loss.kl_coef=0.1"))
+    assert "loss.kl_coef=0.1" in capsys.readouterr().out
 
 
 def test_prompts_that_leave_no_room_and_unknown_parameters_of_a_task_are_refused() -> None:

@@ -1,9 +1,9 @@
-"""Shared by the trainer's tests: a tiny hybrid, collections whose every value is distinct, and runs of the real
-trainer over recorded files.
+"""Shared by the trainer's tests: a tiny hybrid, collections whose every value is distinct, and runs of the
+real trainer over recorded files.
 
-A run is put together as recipes/train.py does it: files written by `write_collection`, `FileSource`,
-`RolloutDataModule`, `PolicyModule`, `build_trainer`, one process under `run_ranks`. Nothing of ours is replaced; what
-tests look at comes from Lightning's hooks, the contract log and metrics.csv.
+A run is put together as recipes/train.py does it: files written by `write_collection` or the local engine,
+the sources, modules and trainer of olmo_rl.training, one process under `run_ranks`. Nothing of ours is
+replaced; what tests look at comes from Lightning's hooks, the contract log and metrics.csv.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from olmo_rl.config import (
 from olmo_rl.data.files import write_collection
 from olmo_rl.data.packs import PackedBatch
 from olmo_rl.refusals import refusals
-from olmo_rl.training.build import build_loggers, build_trainer
+from olmo_rl.training.build import build_local, build_loggers, build_trainer
 from olmo_rl.training.callbacks import ContractLog
 from olmo_rl.training.checkpoints import Checkpoints, resolve_checkpoint
 from olmo_rl.training.datamodule import RolloutDataModule
 from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.processes import run_ranks
-from olmo_rl.training.sources import FileSource
+from olmo_rl.training.sources import FileSource, LocalSource
+from olmo_rl.training.sources import Source as RolloutSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY
 from olmo_rl.types import Collection, Sample
@@ -70,6 +71,8 @@ assert LAYOUT is not None
 
 # Prompt and response tokens of eight samples: response lengths differ a lot.
 SHAPES = ((3, 1), (2, 3), (4, 7), (1, 2), (5, 5), (2, 6), (6, 4), (3, 3))
+
+SMALL_PACKS = PackingConfig(kind=PackingKind.consecutive, max_tokens=20)
 
 
 def samples_of(
@@ -103,6 +106,11 @@ def samples_of(
     return samples
 
 
+def files(count: int) -> list[list[Sample]]:
+    """Collections whose values and ids all differ."""
+    return [samples_of(seed=i, prefix=f"f{i}-") for i in range(count)]
+
+
 def masked(sample: Sample, *, keep: Sequence[int] = ()) -> Sample:
     """The sample with a loss mask that is true at `keep` only."""
     mask = np.zeros(len(sample), dtype=np.bool_)
@@ -111,8 +119,8 @@ def masked(sample: Sample, *, keep: Sequence[int] = ()) -> Sample:
 
 
 def config_of(run_dir: Path, **sections: Any) -> Config:
-    """A run over files below `run_dir`, everything in one pack, one update a file; `sections` replace fields of
-    Config.
+    """A run over files below `run_dir`, everything in one pack, one update a file; `sections` replace fields
+    of Config.
     """
     fields: dict[str, Any] = {
         "run_name": run_dir.name,
@@ -141,7 +149,7 @@ def write_files(run_dir: Path, collections: Sequence[Sequence[Sample]]) -> None:
 
 @dataclass(eq=False)
 class Recorder(Callback):
-    """What each update used and did, through Lightning's hooks: gradients before and weights before the step, the
+    """What each update used and did, through Lightning's hooks: its gradients, the weights before it, its
     batch. `double` turns the policy to float64 before the first update.
     """
 
@@ -174,7 +182,7 @@ class Recorder(Callback):
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """A finished run. `events` by name in order of writing, `rows` of metrics.csv, `optimizer` its state."""
+    """A finished run and what it wrote."""
 
     config: Config
     module: PolicyModule
@@ -221,7 +229,7 @@ def fit(
         module = PolicyModule(config, objective=POLICY)
         if prepare is not None:
             prepare(module)
-        data = RolloutDataModule(config, source=FileSource(config))
+        data = RolloutDataModule(config, source=_source(config, module=module, strategy=strategy))
         recorder, checkpoints = Recorder(double=double), Checkpoints(config)
         trainer = build_trainer(
             config,
@@ -244,6 +252,14 @@ def fit(
 
     run_ranks(train, config)
     return runs[0]
+
+
+def _source(config: Config, *, module: PolicyModule, strategy: ExpertParallelStrategy) -> RolloutSource:
+    if not config.generates:
+        return FileSource(config)
+    local = build_local(config)
+    module.publish = local.engine.publish
+    return LocalSource(config, local=local, strategy=strategy)
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -7,7 +7,7 @@ batch axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from olmo_rl.planning.schedule import Forecast, Schedule
 from olmo_rl.types import PackPlan, Sample
 
 
@@ -85,8 +86,8 @@ class RouteMode(Enum):
 @dataclass(kw_only=True, slots=True)
 class RouteTrace:
     """What routers report about one forward, keyed by global layer id. Written by assignment, so a recomputed
-    block overwrites its entry with the same value. `ids` [T, K] int64 (mode record), `overlap` scalar: mean
-    share of replayed ids that live top-k would also have chosen, over real tokens; `counts` int64
+    block overwrites its entry with the same value. `ids` [T, K] int64 (mode record), `overlap` scalar: sum
+    over recorded rows of the share of ids that live top-k would also have chosen; `counts` int64
     [num_experts]: assignments seen by the dispatcher, this rank's tokens only, pads included.
     """
 
@@ -195,9 +196,11 @@ class PackedBatch:
     """One optimizer step as one rank sees it: its column of packs, the global denominators and the plan.
 
     `samples` are all samples of the step in order of arrival, on every rank. No packs means that nothing in
-    this step could train: every rank skips it alike. `collection` is set on the first step of a collection:
-    all its steps, this one included. `anchors[i]` are log-probs [S] of the scored slots of pack i, where a
-    scoring pass of its own computed them. `facts` are metrics that every rank knows alike.
+    this step could train: every rank skips it alike. `collection` is set on the first step of a collection
+    that trains: all steps of the collection, this one included. `anchors[i]` are log-probs [S] of the scored
+    slots of pack i, where a scoring pass of its own computed them. `facts` are metrics that every rank knows
+    alike. `schedule` says how the plan was found, `forecast` what every destination should receive where
+    routes are replayed.
     """
 
     packs: list[Pack]
@@ -206,9 +209,11 @@ class PackedBatch:
     samples: list[Sample]
     budget: int
     facts: dict[str, float] = field(default_factory=dict)
-    collection: tuple[PackedBatch, ...] = ()
+    collection: Sequence[PackedBatch] = ()
     steps_in_collection: int = 1
     anchors: list[Tensor] | None = None
+    schedule: Schedule | None = None
+    forecast: Forecast | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same step with its packs on `device`; Lightning calls this before the update."""

@@ -50,7 +50,7 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
     if config.generates or path is None:
         return
     for file in findings.collect(lambda: collection_paths(path)) or []:
-        collection = findings.collect(partial(_read, file, config=config))
+        collection = findings.collect(partial(read_for, config, path=file))
         if collection is None:
             continue
         findings.files += 1
@@ -61,6 +61,11 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
             updates = findings.collect(partial(_plan, collection, config=config)) or 0
             findings.updates += updates
             findings.most_updates = max(findings.most_updates, updates)
+    if plan and findings.files and not findings.updates and not findings.reasons:
+        findings.reasons.append(
+            f"{path}: no collection holds the batch.samples_per_step={config.batch.samples_per_step} samples "
+            "of one update: lower it"
+        )
 
 
 def look_into_task(config: Config, findings: Findings) -> None:
@@ -90,21 +95,23 @@ def look_into_task(config: Config, findings: Findings) -> None:
         )
 
 
-def _read(file: Path, *, config: Config) -> Collection:
-    """One collection; routes, token ids and reference log-probs must fit the configuration."""
+def read_for(config: Config, *, path: Path) -> Collection:
+    """One collection as training takes it: routes, token ids, lengths and reference log-probs must fit the
+    configuration.
+    """
     model, replay = config.model, config.replay
     collection = read_collection(
-        file,
+        path,
         require_routes=replay,
         layout=model.expert_layout,
         vocab_size=model.vocab_size,
         num_layers=len(model.layer_types),
     )
-    check_layout(collection, expected=model.expert_layout, replay=replay)
+    check_layout(collection, expected=model.expert_layout, replay=replay, max_seq_len=model.max_seq_len)
     missing = [sample.id for sample in collection.samples if sample.ref_logprobs is None]
     if config.loss.kl_coef > 0 and missing:
         raise Refusal(
-            f"{file}: sample {missing[0]!r} has no ref_logprobs ({len(missing)} such samples), which "
+            f"{path}: sample {missing[0]!r} has no ref_logprobs ({len(missing)} such samples), which "
             f"loss.kl_coef={config.loss.kl_coef} needs: record them, or set loss.kl_coef=0"
         )
     return collection

@@ -1,21 +1,24 @@
 """How much of the imbalance is the ownership of experts itself: a diagnostic, nothing here moves an expert.
 
-Owns the floor that no packing crosses while every EP rank owns its contiguous block of experts, and what a
-longest-first placement of the same experts would reach.
+Owns the floor that no packing crosses while every EP rank owns its contiguous block of experts, what a
+longest-first placement of the same experts would reach, and the file that this placement is written to.
 
 Shapes: L routed layers, X experts, E expert-parallel ranks; `counts` int64 [L, X] assignments of a batch.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.planning.loads import check_routes, refuse_id, tail_routes
-from olmo_rl.types import ExpertLayout, Sample, Topology
+from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,3 +75,46 @@ def longest_first(counts: NDArray[np.int64], *, topology: Topology) -> Placement
     return Placement(
         floor=float(blocks.max(axis=1).sum()) / mean, reached=busiest / mean, permutation=permutation
     )
+
+
+class ExpertTotals:
+    """Assignments of every expert, added up over the steps of a plan."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._layout: ExpertLayout | None = None
+        self._counts: NDArray[np.int64] | None = None
+
+    @property
+    def known(self) -> bool:
+        return self._counts is not None
+
+    def add(self, samples: Sequence[Sample], *, layout: ExpertLayout) -> None:
+        """Refuses collections of different models."""
+        if self._layout is not None and layout != self._layout:
+            raise Refusal(f"collections of different experts: {self._layout} and {layout}: plan them apart")
+        counts = expert_counts(samples, layout=layout, topology=self._topology)
+        self._layout, self._counts = layout, counts if self._counts is None else self._counts + counts
+
+    def placement(self) -> tuple[Placement, tuple[int, ...]]:
+        """What longest-first makes of them, and the global layer ids."""
+        assert self._counts is not None, "nothing was added"
+        assert self._layout is not None, "nothing was added"
+        return longest_first(self._counts, topology=self._topology), self._layout.routed_layers
+
+
+def write_placement(placement: Placement, *, layers: Sequence[int], topology: Topology, path: Path) -> None:
+    """JSON: by global layer id, the expert to put at each position; contiguous blocks are the EP ranks."""
+    document = {
+        "version": 1,
+        "ep_degree": topology.ep_degree,
+        "floor": round(placement.floor, 9),
+        "reached": round(placement.reached, 9),
+        "permutation": {
+            str(layer): row for layer, row in zip(layers, placement.permutation.tolist(), strict=True)
+        },
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

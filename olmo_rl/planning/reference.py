@@ -78,7 +78,7 @@ def greedy_ranks(order: I64, *, n: I64, h: I64, topology: Topology, weights: Wei
     return ranks
 
 
-def pack_order(ranks: list[list[int]], batch: Batch) -> Packed:
+def pack_order(ranks: list[list[int]], *, batch: Batch) -> Packed:
     """Packs and sums of `ranks` from scratch."""
     ep = batch.h.shape[1]
     greedy = [pack_consecutively(rank, lengths=batch.n, budget=batch.budget) for rank in ranks]
@@ -105,7 +105,7 @@ def _add(packed: Packed, w: int, c: int, samples: tuple[int, ...], batch: Batch,
     packed.pairs[c, w] += sign * (batch.n[members] ** 2).sum()
 
 
-def swapped(packed: Packed, i: tuple[int, int], j: tuple[int, int], batch: Batch) -> tuple[Packed, str]:
+def swapped(packed: Packed, *, i: tuple[int, int], j: tuple[int, int], batch: Batch) -> tuple[Packed, str]:
     """`packed` with the samples at (rank, slot) i and j exchanged, and the scoring path this took."""
     ranks = list(packed.ranks)
     for w in {i[0], j[0]}:
@@ -117,7 +117,7 @@ def swapped(packed: Packed, i: tuple[int, int], j: tuple[int, int], batch: Batch
         greedy[w] = pack_consecutively(ranks[w], lengths=batch.n, budget=batch.budget)
     columns = len(packed.packs[0])
     if max(len(packs) for packs in greedy) != columns:
-        return pack_order(ranks, batch), EQUALISED
+        return pack_order(ranks, batch=batch), EQUALISED
     equal = list(packed.packs)
     packs = equalise(greedy)
     new = Packed(
@@ -168,7 +168,7 @@ def work_of(packed: Packed, *, experts: bool) -> Work:
     )
 
 
-def surrogate(packed: Packed, batch: Batch) -> float:
+def surrogate(packed: Packed, *, batch: Batch) -> float:
     """J with every maximum replaced by a log-sum-exp: it still falls when a maximum that is not alone
     falls.
     """
@@ -187,7 +187,7 @@ def surrogate(packed: Packed, batch: Batch) -> float:
     return smooth(blocks, w.expert) + smooth(packed.tokens.T, w.token) + smooth(packed.pairs.T, w.pair)
 
 
-def worse_metric(work: Work, guard: Work) -> str | None:
+def worse_metric(work: Work, *, guard: Work) -> str | None:
     """The first metric on which `work` is above `guard`."""
     for name in METRICS:
         new, old = getattr(work, name), getattr(guard, name)
@@ -197,7 +197,7 @@ def worse_metric(work: Work, guard: Work) -> str | None:
     return None
 
 
-def proposals(packed: Packed, batch: Batch, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
+def proposals(packed: Packed, *, batch: Batch, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
     """Endless pairs of samples for the present `packed`: three of four aimed at an overloaded destination,
     half of these at a partner of similar length.
     """
@@ -252,13 +252,13 @@ def search_reference(
     """
     began = time.monotonic()
     rng = np.random.default_rng(seed)
-    packed = pack_order([list(rank) for rank in start.tolist()], batch)
+    packed = pack_order([list(rank) for rank in start.tolist()], batch=batch)
     guard = work = work_of(packed, experts=experts)
     limit = PROPOSALS if limit is None else limit
     rejected = dict.fromkeys(("objective", *METRICS), 0)
     paths = dict.fromkeys((KEPT, REPACKED, EQUALISED), 0)
     where = {i: (w, k) for w, rank in enumerate(packed.ranks) for k, i in enumerate(rank)}
-    pairs = proposals(packed, batch, rng)
+    pairs = proposals(packed, batch=batch, rng=rng)
     smooth: float | None = None
     done = accepted = idle = 0
     reason = "proposals"
@@ -274,23 +274,23 @@ def search_reference(
             break
         i, j = next(pairs)
         done, idle = done + 1, idle + 1
-        new, path = swapped(packed, where[i], where[j], batch)
+        new, path = swapped(packed, i=where[i], j=where[j], batch=batch)
         paths[path] += 1
         new_work = work_of(new, experts=experts)
         change = batch.weights.objective(new_work) - batch.weights.objective(work)
         if change == 0 and smooth is None:
-            smooth = surrogate(packed, batch)
-        flat = change == 0 and smooth is not None and surrogate(new, batch) < smooth * (1 - 1e-12)
+            smooth = surrogate(packed, batch=batch)
+        flat = change == 0 and smooth is not None and surrogate(new, batch=batch) < smooth * (1 - 1e-12)
         if change >= 0 and not flat:
             rejected["objective"] += 1
             continue
-        metric = worse_metric(new_work, guard)
+        metric = worse_metric(new_work, guard=guard)
         if metric is not None:
             rejected[metric] += 1
             continue
         packed, work, smooth = new, new_work, None
         where[i], where[j] = where[j], where[i]
-        pairs = proposals(packed, batch, rng)
+        pairs = proposals(packed, batch=batch, rng=rng)
         accepted, idle = accepted + 1, 0
     log = SearchLog(seed=seed, proposals=done, accepted=accepted, stop_reason=reason, rejected=rejected)
     plan = PackPlan(packs=tuple(tuple(rank) for rank in packed.packs), search=log)

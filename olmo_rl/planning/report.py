@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from olmo_rl.config import ScoringConfig, ScoringMode
-from olmo_rl.planning.objective import Bounds, Work, lower_bounds, measure
+from olmo_rl.config import Config, ScoringMode
+from olmo_rl.planning.objective import Bounds, Work, gap, lower_bounds, measure
 from olmo_rl.types import PackPlan, Topology
 
 _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
@@ -29,7 +29,9 @@ _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """One planned optimizer step. `before` is the work of the order of arrival, `after` that of `plan`."""
+    """One planned optimizer step. `before` is the work of the order of arrival, `after` that of `plan`;
+    `start` and `seconds` are told by a search.
+    """
 
     step: int
     ids: tuple[str, ...]
@@ -39,6 +41,8 @@ class Block:
     after: Work
     bounds: Bounds
     fill: float | None
+    start: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def describe_step(
@@ -115,16 +119,19 @@ def write_plan(
     os.replace(temporary, path)
 
 
-def scoring_remark(scoring: ScoringConfig, *, steps_per_collection: int) -> str:
+def scoring_remark(config: Config, *, steps_in_collection: int) -> str:
     """What training will do about a scoring pass of its own."""
-    if scoring.mode is ScoringMode.always:
-        return "Scoring: standalone, a pass of its own for every update (scoring.mode=always)."
-    if steps_per_collection > 1:
-        return (
-            "Scoring: standalone, a pass of its own for every update "
-            f"({steps_per_collection} optimizer steps from one collection)."
+    if config.scores_separately(steps_in_collection=steps_in_collection):
+        why = (
+            "scoring.mode=always"
+            if config.scoring.mode is ScoringMode.always
+            else f"loss.kl_coef={config.loss.kl_coef}"
+            if config.loss.kl_coef > 0
+            else f"{steps_in_collection} optimizer steps from one collection"
         )
-    again = f" and every {scoring.check_interval} updates" if scoring.check_interval else ""
+        return f"Scoring: standalone, a pass of its own for every update ({why})."
+    interval = config.scoring.check_interval
+    again = f" and every {interval} updates" if interval else ""
     return f"Scoring: checked at the first update of each process{again}, skipped otherwise."
 
 
@@ -142,6 +149,8 @@ def print_report(
     title = f"{topology.world_size} ranks, {topology.num_replicas} x EP {topology.ep_degree}, {packs}"
     console.print(plan_table(blocks, title=title))
     console.print("Percentages: above the lower bound, which divides samples and may be out of reach.")
+    for line in search_lines(blocks):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if untouched_tail:
         console.print(f"Left out: {len(untouched_tail)} samples at the end of collections, no complete step.")
     for note in notes:
@@ -149,9 +158,10 @@ def print_report(
 
 
 def plan_table(blocks: Sequence[Block], *, title: str) -> Table:
-    """One line per step, two (arrival, planned) where anything was searched.
+    """One line per step, three (arrival, planned, bound) where anything was searched.
 
-    Samples are those of a mean pack, percentages are gaps above the lower bounds.
+    Gap is that of J, the sum of all work relative to arrival. Samples are those of a mean pack, percentages
+    are gaps above the lower bounds.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     searched = any(block.plan.search is not None for block in blocks)
@@ -159,13 +169,18 @@ def plan_table(blocks: Sequence[Block], *, title: str) -> Table:
     table.add_column("step", justify="right")
     if searched:
         table.add_column("order")
-    headings = ["packs", "samples", "fill", "token work", "pair work"]
+    headings = (["gap"] if searched else []) + ["packs", "samples", "fill", "token work", "pair work"]
     for heading in headings + (["expert work", "skew", "worst"] if experts else []):
         table.add_column(heading, justify="right", no_wrap=True)
     for block in blocks[:_TABLE_STEPS]:
         if searched:
-            table.add_row(str(block.step), "arrival", *_cells(block, block.before, experts=experts))
-            table.add_row("", "planned", *_cells(block, block.after, experts=experts))
+            for step, name, work in (
+                (str(block.step), "arrival", block.before),
+                ("", "planned", block.after),
+            ):
+                above = f"{100 * gap(work, bounds=block.bounds, base=block.before):.1f}%"
+                table.add_row(step, name, above, *_cells(block, work, experts=experts))
+            table.add_row("", "bound", "0.0%", *_bound_cells(block, experts=experts))
         else:
             table.add_row(str(block.step), *_cells(block, block.after, experts=experts))
     if len(blocks) > _TABLE_STEPS:
@@ -190,6 +205,32 @@ def _cells(block: Block, work: Work, *, experts: bool) -> list[str]:
             f"{work.skew_max:.3f}",
         ]
     return cells
+
+
+def _bound_cells(block: Block, *, experts: bool) -> list[str]:
+    bounds = block.bounds
+    cells = [f"{block.plan.world_size} x {bounds.packs_per_rank}", "", ""]
+    cells += [_short(bounds.token_work), _short(bounds.pair_work)]
+    if experts and bounds.expert_work is not None:
+        cells += [_short(bounds.expert_work), "", ""]
+    return cells
+
+
+def search_lines(blocks: Sequence[Block]) -> Iterator[str]:
+    """One line for every searched step: the start, the search log, where the time went."""
+    for block in blocks[:_TABLE_STEPS]:
+        log = block.plan.search
+        if log is None:
+            continue
+        rejected = ", ".join(f"{name} {count:,}" for name, count in log.rejected.items() if count)
+        split = ", ".join(f"{name} {1000 * value:.1f}" for name, value in block.seconds.items())
+        yield (
+            f"Step {block.step}: {f'start {block.start}, ' if block.start else ''}"
+            f"{log.proposals:,} proposals, "
+            f"{log.accepted:,} accepted, stopped by {log.stop_reason}"
+            + (f"; rejected by {rejected}" if rejected else "")
+            + (f"; ms: {split}" if split else "")
+        )
 
 
 def _above(value: int, bound: int) -> str:

@@ -253,7 +253,7 @@ def _reference(problem: Problem) -> Found:
     for name, rank in ranks.items():
         plan = order_plan(rank, lengths=n, budget=problem.budget)
         work = measure(plan, lengths=n, loads=problem.loads, topology=topology)
-        if worse_metric(work, before) is None:
+        if worse_metric(work, guard=before) is None:
             candidates.append(Start(name=name, plan=plan, work=work))
     best = min(candidates, key=lambda s: (weights.objective(s.work), s.work.packs_per_rank))
     started = time.perf_counter()
@@ -278,10 +278,10 @@ def _verify(after: Work, *, found: Found, problem: Problem) -> None:
             f"destination in one layer of one column: raise it to {reached} or lower packing.max_tokens"
         )
     kept_cap = cap is None or (found.start.work.max_destination_load or 0) <= cap
-    if kept_cap and not no_worse(after, found.start.work):
+    if kept_cap and not no_worse(after, than=found.start.work):
         raise AssertionError(f"the search returned {after}, worse than its start {found.start.work}")
     if problem.balance.kind is BalanceKind.reference:
-        metric = worse_metric(after, found.start.work)
+        metric = worse_metric(after, guard=found.start.work)
         assert metric is None, f"the reference search made {metric} worse"
 
 

@@ -141,7 +141,7 @@ def cells_plan(cells: NDArray[np.integer], *, topology: Topology, columns: int) 
     return PackPlan(packs=tuple(tuple(tuple(pack) for pack in rank) for rank in members))
 
 
-def no_worse(work: Work, than: Work) -> bool:
+def no_worse(work: Work, *, than: Work) -> bool:
     """Whether no guarded metric of `work` is above that of `than`."""
     return all((getattr(work, name) or 0) <= (getattr(than, name) or 0) for name in _GUARDED)
 

@@ -32,7 +32,8 @@ def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
 def load_weights(decoder: nn.Module, path: str) -> None:
     """Fill an unsharded decoder from a .safetensors file or from a checkpoint directory of a run."""
     location = Path(path)
-    expected = decoder.state_dict()
+    expected = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    tied = decoder.state_dict().keys() - expected.keys()  # further names of weights that are there already
     if location.is_file():
         found = load_file(location)
     elif (location / ".metadata").is_file():
@@ -42,8 +43,10 @@ def load_weights(decoder: nn.Module, path: str) -> None:
             f"init_from={path}: neither a .safetensors file nor a checkpoint directory of a run: "
             "give outputs/<run>/checkpoints/<step> or a weights file"
         )
+    found = {name: tensor for name, tensor in found.items() if name not in tied}
     _check_names(expected, found, path=path)
-    decoder.load_state_dict(found)
+    for name, parameter in expected.items():
+        parameter.copy_(found[name])
 
 
 def _read_checkpoint(location: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

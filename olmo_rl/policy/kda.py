@@ -1,7 +1,7 @@
 """Kimi Delta Attention: the short convolution, the decay gate and the layer around the delta rule.
 
 Owns the linear-attention mixer. State and convolution start afresh at every boundary of
-`PackContext.boundaries`. It refuses nothing: configurations are judged in `refusals.py`.
+`PackContext.boundaries`. It refuses nothing: configurations are judged in `refusals`.
 
 Shapes: T tokens of a pack, E channels (model width in the layer), W taps of the convolution, H heads, K
 channels of a head, B sequences of a decode batch.

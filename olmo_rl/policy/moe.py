@@ -143,10 +143,12 @@ class MixtureOfExperts(nn.Module):
         if context.mode is RouteMode.record:
             trace.ids[self.layer] = routed.ids
         if context.mode is RouteMode.replay:
-            real = slice(0, context.real_tokens)
-            trace.overlap[self.layer] = route_overlap(
-                routed.ids[real], live=self.router.choose(routed.scores[real])
-            )
+            recorded = torch.ones(context.real_tokens, dtype=torch.bool, device=routed.ids.device)
+            tails = context.cu_seqlens[1:].long() - 1
+            recorded[tails[tails < context.real_tokens]] = False  # a tail was never chosen by anybody
+            rows = recorded.nonzero().flatten()
+            live = self.router.choose(routed.scores[rows])
+            trace.overlap[self.layer] = route_overlap(routed.ids[rows], live=live).sum()
 
 
 def replayed_ids(context: PackContext, *, layer: int, top_k: int) -> Tensor | None:
@@ -194,5 +196,5 @@ def z_sum(logits: Tensor) -> Tensor:
 
 
 def route_overlap(ids: Tensor, *, live: Tensor) -> Tensor:
-    """Scalar: mean share of `ids` [T, K] that also are in `live` [T, K]."""
-    return (ids.unsqueeze(-1) == live.unsqueeze(-2)).any(dim=-1).to(torch.float32).mean()
+    """[T]: the share of each row of `ids` [T, K] that also is in that row of `live` [T, K]."""
+    return (ids.unsqueeze(-1) == live.unsqueeze(-2)).any(dim=-1).to(torch.float32).mean(-1)

@@ -101,11 +101,44 @@ BATCH = (
         select=changed,
     ),
     Rule(
+        keys=("batch.steps_per_collection", "rollouts"),
+        refuses="no effect: a file is cut into as many updates as it holds",
+        fix="leave batch.steps_per_collection=1, or choose rollouts=local",
+        example=("rollouts=files", "rollouts.path={run}", "batch.steps_per_collection=2"),
+        when=lambda c: not c.generates and c.batch.steps_per_collection != 1,
+    ),
+    Rule(
+        keys=("trainer.max_steps", "batch.steps_per_collection"),
+        refuses="the last collection would be left with updates that never run",
+        fix="choose trainer.max_steps as a multiple of batch.steps_per_collection",
+        example=("batch.steps_per_collection=2", "trainer.max_steps=3"),
+        when=lambda c: (
+            c.generates
+            and c.recipe is not Recipe.rollout
+            and undivided(c.trainer.max_steps, c.batch.steps_per_collection)
+        ),
+    ),
+    Rule(
+        keys=("rollouts.max_lag", "rollouts"),
+        refuses="no effect: the local engine always generates with the current weights",
+        fix="leave rollouts.max_lag=null, or choose rollouts=files",
+        example=("rollouts.max_lag=2",),
+        when=lambda c: c.rollouts.source is Source.local and c.rollouts.max_lag is not None,
+    ),
+    Rule(
+        keys=("rollouts.temperature", "rollouts.top_p"),
+        refuses="training on tokens from another distribution than the one whose log-probs are recorded",
+        fix="set rollouts.temperature=1 rollouts.top_p=1, or use it with recipe=rollout alone",
+        example=("rollouts.temperature=0.7",),
+        when=lambda c: c.generates and c.recipe in (Recipe.train, Recipe.validate),
+        select=changed,
+    ),
+    Rule(
         keys=("rollouts.max_attempts",),
         refuses="no effect: without a filter that drops samples, one round fills a collection",
         fix="leave it at its default, or set batch.filter_zero_variance or batch.filter_truncated",
         example=("rollouts.max_attempts=2", "batch.filter_zero_variance=false"),
-        when=lambda c: c.generates and not drops(c) and c.rollouts.max_lag is None,
+        when=lambda c: c.generates and not drops(c),
         select=changed,
     ),
 )
@@ -219,6 +252,50 @@ BALANCE = (
         example=("balance=greedy", "balance.proposals=100"),
         when=lambda c: c.balance.kind is BalanceKind.greedy,
         select=changed,
+        planning=True,
+    ),
+    Rule(
+        keys=("balance.seconds",),
+        refuses="no effect: balance=greedy has nothing that a deadline could end",
+        fix="leave balance.seconds=1.0, or choose balance=reference or balance=anneal",
+        example=("balance=greedy", "balance.seconds=2.0", "trainer.devices=4"),
+        when=lambda c: c.balance.kind is BalanceKind.greedy,
+        select=changed,
+        planning=True,
+    ),
+    Rule(
+        keys=("balance.level",),
+        refuses="no effect: the reference search only permutes the batch",
+        fix="leave balance.level=cells, or choose balance=anneal",
+        example=("balance=reference", "balance.level=order", "trainer.devices=4"),
+        when=lambda c: c.balance.kind is BalanceKind.reference,
+        select=changed,
+        planning=True,
+    ),
+    Rule(
+        keys=("balance.cost_model", "balance.write_permutation"),
+        refuses="no effect without recipe=plan",
+        fix="set recipe=plan, or leave it null",
+        example=("balance.cost_model=model.json",),
+        when=lambda c: c.recipe is not Recipe.plan,
+        select=changed,
+    ),
+    Rule(
+        keys=("balance.cost_model", "balance.write_permutation", "policy.replay"),
+        refuses="routes say what experts cost, and they are not read",
+        fix="choose policy.replay=null, or leave the others null",
+        example=("recipe=plan", "balance.write_permutation=placement.json", "policy.replay=false"),
+        when=lambda c: (
+            not replays(c) and (c.balance.cost_model is not None or c.balance.write_permutation is not None)
+        ),
+        planning=True,
+    ),
+    Rule(
+        keys=("balance.write_permutation", "strategy.ep_degree", "plan.ep_degree"),
+        refuses="without expert parallelism experts have one place only",
+        fix="choose an expert-parallel degree of at least 2, or leave balance.write_permutation=null",
+        example=("recipe=plan", "balance.write_permutation=placement.json", "strategy.ep_degree=1"),
+        when=lambda c: c.balance.write_permutation is not None and c.ep_degree == 1,
         planning=True,
     ),
 )

@@ -13,7 +13,6 @@ from olmo_rl.config import (
     LossKind,
     Recipe,
     Reduction,
-    ScoringMode,
     TaskKind,
 )
 from olmo_rl.refusals.rule import Rule, changed, trains
@@ -53,12 +52,20 @@ def _crosses_documents(config: Config) -> bool:
 
 
 def _separate_scoring(config: Config) -> bool:
-    return config.scoring.mode is ScoringMode.always or config.batch.steps_per_collection > 1
+    return config.scores_separately(steps_in_collection=config.batch.steps_per_collection)
 
 
 def _nothing_to_resume(config: Config) -> bool:
     checkpoints = Path(config.run_dir).glob("checkpoints/step-*")
     return not any(path.name.removeprefix("step-").isdigit() for path in checkpoints)
+
+
+def _is_cleared(config: Config, weights: str | None) -> bool:
+    """Whether `weights` lie in what overwrite=true removes."""
+    if weights is None or weights == "last":
+        return False
+    path = Path(weights).resolve()
+    return any(path.is_relative_to(mark.resolve()) for mark in run_files(config))
 
 
 def _uncontained(run_name: str) -> bool:
@@ -250,6 +257,14 @@ RUN = (
         fix="drop one of them",
         example=("ckpt_path=last", "overwrite=true"),
         when=lambda c: trains(c) and c.ckpt_path == "last" and c.overwrite,
+    ),
+    Rule(
+        keys=("ckpt_path", "init_from", "overwrite"),
+        refuses="overwrite=true would delete these weights before they are read",
+        fix="choose another run_name",
+        example=("init_from={run}/checkpoints/step-3.incomplete", "run_dir={run}", "overwrite=true"),
+        when=lambda c: c.overwrite,
+        select=lambda c, key: key != "overwrite" and _is_cleared(c, getattr(c, key)),
     ),
     Rule(
         keys=("ckpt_path", "init_from"),

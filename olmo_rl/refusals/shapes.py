@@ -37,6 +37,7 @@ NUMBERS = (
             *under("model", "num_experts shared_hidden"),
             *under("task", "eval_problems eval_interval"),
             *under("rollouts", "max_lag"),
+            *under("batch", "max_skips"),
             *under("balance", "proposals"),
             *under("optim", "warmup_steps"),
             *under("warm_start", "steps"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import warnings
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from typing_extensions import override
 
 from olmo_rl.config import Config, LoggerKind
 from olmo_rl.data.tasks import Task, build_task
@@ -19,6 +22,7 @@ from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.training.metrics_csv import MetricsCsv
 from olmo_rl.training.processes import cluster_environment
 from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.types import Refusal
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +32,18 @@ class LocalRollouts:
     task: Task
     tokenizer: Tokenizer
     engine: LocalEngine
+
+
+class WandbRun(WandbLogger):
+    """One W&B run a job: it ends with the training, so that the next job of a sweep starts its own."""
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        if self._experiment is not None:
+            self._experiment.finish(exit_code=0 if status == "success" else 1)
+            self._experiment = None
 
 
 def build_local(config: Config) -> LocalRollouts:
@@ -49,8 +65,13 @@ def build_loggers(config: Config) -> list[Logger]:
     """metrics.csv always; W&B where the configuration asks for it."""
     loggers: list[Logger] = [MetricsCsv(Path(config.run_dir) / "metrics.csv")]
     if config.logger.kind is LoggerKind.wandb:
+        if importlib.util.find_spec("wandb") is None:
+            raise Refusal(
+                "logger=wandb: the wandb package is not installed: pip install -c constraints.txt "
+                "-e '.[wandb]', or choose logger=csv"
+            )
         loggers.append(
-            WandbLogger(
+            WandbRun(
                 project=config.logger.project,
                 name=config.run_name,
                 save_dir=config.run_dir,
@@ -93,10 +114,18 @@ def build_trainer(
 
 
 def quiet_lightning() -> None:
-    """Silence advice that does not apply: our loader is the batch sampler, and steps are logged one by
-    one.
+    """Silence advice that does not apply: our loader is the batch sampler, steps are logged one by one,
+    predictions are handed on inside the step, data modules resume by their own state, and `init_from` is
+    read by every rank for itself.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*`srun` command is available.*", ".*treespec.*"):
+    for message in (
+        ".*does not have many workers.*",
+        ".*`srun` command is available.*",
+        ".*treespec.*",
+        "predict returned None.*",
+        ".*your dataloader is not resumable.*",
+        "torch.distributed is disabled, unavailable or uninitialized.*",
+    ):
         warnings.filterwarnings("ignore", message=message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -48,7 +49,7 @@ class ContractLog(Callback):
         """One line: event, step, rank, then the event's own values."""
         assert self._file is not None
         record = {"event": event, "step": trainer.global_step, "rank": trainer.global_rank} | values
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
         self._file.flush()
 
     @override
@@ -67,11 +68,20 @@ class ContractLog(Callback):
             real_tokens=sum(pack.real_tokens for pack in batch.packs),
             max_pack_tokens=max(pack.real_tokens for pack in batch.packs),
             token_budget=batch.budget,
-            fill=batch.facts["packing/fill"],
+            fill=sum(pack.real_tokens for pack in batch.packs) / (len(batch.packs) * batch.budget),
             samples_per_pack=[len(pack.ids) for pack in batch.packs],
         )
         for event, values in module.report.events().items():
             self.write(event, trainer=trainer, **values)
+
+
+def _plain(value: object) -> object:
+    """The value as JSON has it: NaN and infinities, which it lacks, become null."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Evaluation(Callback):
@@ -90,6 +100,15 @@ class Evaluation(Callback):
         self.results: dict[int, float] = {}
 
     @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Accuracies of the run that this one continues, from its contract log."""
+        path = Path(self._config.run_dir) / "training_contract_rank0.jsonl"
+        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+            event = json.loads(line)
+            if event["event"] == "evaluation" and self._config.ckpt_path is not None:
+                self.results[event["step"]] = event["accuracy"]
+
+    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not on_train_start, which reaches callbacks before the module publishes its weights.
         if trainer.global_step == 0:
@@ -99,6 +118,9 @@ class Evaluation(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        report = cast(PolicyModule, pl_module).report
+        if report is None or not report.stepped:
+            return  # the policy is what it was
         interval = self._config.task.eval_interval
         step = trainer.global_step
         due = (interval > 0 and step % interval == 0) or step == trainer.max_steps or trainer.should_stop

@@ -72,14 +72,14 @@ class Checkpoints(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step > 0:
+            self._last_saved = trainer.global_step  # where this run resumes
         # Lightning installs its own handlers before this hook; they would broadcast inside the handler.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore_handlers()
 
     def _restore_handlers(self) -> None:
@@ -100,7 +100,8 @@ class Checkpoints(Callback):
             dist.all_reduce(flag)
         self.interrupted = bool(flag.item())
         interval = self._config.callbacks.checkpoint_interval
-        due = interval is not None and trainer.global_step % interval == 0
+        step = trainer.global_step  # 0 while the first steps have nothing to train on
+        due = interval is not None and step // interval > max(0, self._last_saved) // interval
         if self.interrupted or due:
             self._save(trainer)
         if self.interrupted:
@@ -108,8 +109,15 @@ class Checkpoints(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if cast(Any, trainer).datamodule.steps_left == 0:
+        left = cast(Any, trainer).datamodule.steps_left
+        if left == 0:
             self._save(trainer)
+        elif trainer.is_global_zero:
+            print(
+                f"no checkpoint of update {trainer.global_step}: {left} of its collection did not run, "
+                "and checkpoints fall on collection boundaries",
+                flush=True,
+            )
         self._restore_handlers()
 
     def _save(self, trainer: Trainer) -> None:

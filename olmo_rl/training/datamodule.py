@@ -9,27 +9,54 @@ optimizer step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast, overload
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
 from typing_extensions import override
 
-from olmo_rl.config import BalanceKind, Config
+from olmo_rl.config import Config
 from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
 from olmo_rl.data.collate import batch_of_rank
 from olmo_rl.data.packs import Normalisers, PackedBatch
-from olmo_rl.planning.loads import collection_loads
-from olmo_rl.planning.objective import measure
-from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
+from olmo_rl.planning.packing import cut_into_steps
+from olmo_rl.planning.schedule import Forecast, placement_floor
+from olmo_rl.training.planner import PlannedStep, StepPlanner
 from olmo_rl.training.sources import Source
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Collection, ExpertLayout, PackPlan, Refusal, Sample
+from olmo_rl.types import Collection, ExpertLayout, Refusal, Sample
 
 # Lightning prefetches one batch of a loader without a length, which would be one optimizer step of policy
 # lag.
 UNBOUNDED = 2**31
+
+
+class Steps(Sequence[PackedBatch]):
+    """The optimizer steps of one collection, each made when it is first asked for, in order: the planner
+    works ahead of whoever scores or trains. Every rank asks alike, since making one communicates.
+    """
+
+    def __init__(self, count: int, *, make: Callable[[int], PackedBatch]) -> None:
+        self._count = count
+        self._make = make
+        self._made: list[PackedBatch] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> PackedBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PackedBatch]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> PackedBatch | Sequence[PackedBatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        position = range(self._count)[index]
+        while len(self._made) <= position:
+            self._made.append(self._make(len(self._made)))
+        return self._made[position]
 
 
 class StepLoader:
@@ -61,6 +88,21 @@ class RolloutDataModule(LightningDataModule):
         self.collections_drawn = 0
         self.steps_left = 0
         self._skips_in_a_row = 0
+        self._planner: StepPlanner | None = None
+        self._trained: dict[int, int] = {}  # position in the collection -> place among those that train
+        self._steps: Sequence[PackedBatch] = ()
+
+    @override
+    def setup(self, stage: str) -> None:
+        if self._planner is None:
+            self._planner = StepPlanner(self.config, strategy=self.strategy)
+            self._planner.warm_up()
+
+    @override
+    def teardown(self, stage: str) -> None:
+        if self._planner is not None:
+            self._planner.close()
+            self._planner = None
 
     @override
     def train_dataloader(self) -> StepLoader:
@@ -80,9 +122,9 @@ class RolloutDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.collections_drawn = state_dict["collections_drawn"]
 
-    def next_collection(self) -> list[PackedBatch] | None:
-        """Every optimizer step of the next collection, planned and collated for this rank; None at the
-        end.
+    def next_collection(self) -> Steps | None:
+        """Every optimizer step of the next collection, planned and collated for this rank as it is asked for;
+        None at the end.
         """
         started = time.perf_counter()
         drawn = self._draw()
@@ -91,27 +133,28 @@ class RolloutDataModule(LightningDataModule):
         kept, layout, facts = drawn
         self.collections_drawn += 1
         facts["time/rollout_s"] = time.perf_counter() - started
-        blocks = self._cut(kept, facts=facts)
-        batches = [self._batch([kept[i] for i in block], layout=layout, facts=facts) for block in blocks]
-        if not batches:
-            batches = [self._empty_batch(facts)]
-        batches[0].collection = tuple(batches)
-        for batch in batches:
-            batch.steps_in_collection = len(batches)
-        self.steps_left = len(batches)
-        self._count_skips(batches)
-        return batches
+        blocks = [[kept[i] for i in block] for block in self._cut(kept, facts=facts)] or [[]]
+        steps = Steps(
+            len(blocks), make=lambda step: self._batch(step, blocks=blocks, layout=layout, facts=facts)
+        )
+        trained = [step for step, samples in enumerate(blocks) if can_train(samples)]
+        self.planner.begin([blocks[step] for step in trained], layout=layout)
+        self._trained = {step: job for job, step in enumerate(trained)}
+        self._steps = steps
+        self.steps_left = len(steps)
+        self._count_skips([step in self._trained for step in range(len(blocks))])
+        return steps
 
-    def _count_skips(self, batches: list[PackedBatch]) -> None:
+    def _count_skips(self, trains: list[bool]) -> None:
         """Refuse to go on drawing for ever where nothing can train."""
-        for batch in batches:
-            self._skips_in_a_row = 0 if batch.packs else self._skips_in_a_row + 1
+        for training in trains:
+            self._skips_in_a_row = 0 if training else self._skips_in_a_row + 1
         limit = self.config.batch.max_skips
         if self._skips_in_a_row > limit:
             raise Refusal(
                 f"batch.max_skips={limit}: {self._skips_in_a_row} steps in a row had nothing to train on: "
-                "every sample was filtered or masked. Warm the policy up (warm_start.steps), choose an easier "
-                "task, or turn batch.filter_zero_variance and batch.filter_truncated off"
+                "every sample was filtered or masked. Warm the policy up (warm_start.steps), choose an "
+                "easier task, or turn batch.filter_zero_variance and batch.filter_truncated off"
             )
 
     def _draw(self) -> tuple[list[Sample], ExpertLayout | None, dict[str, float]] | None:
@@ -161,8 +204,9 @@ class RolloutDataModule(LightningDataModule):
         """
         size = self.config.batch.samples_per_step
         if self.source.generates and size is not None and 0 < len(samples) < size:
-            size = len(samples)
-        if not samples:
+            size = len(samples) - len(samples) % self.strategy.world_size
+        if not samples or size == 0:
+            facts["batch/left_out"] = float(len(samples))
             return []
         blocks, _ = cut_into_steps(len(samples), samples_per_step=size, world_size=self.strategy.world_size)
         if self.source.generates:
@@ -171,62 +215,66 @@ class RolloutDataModule(LightningDataModule):
         return [list(block) for block in blocks]
 
     def _batch(
-        self, samples: list[Sample], *, layout: ExpertLayout | None, facts: dict[str, float]
+        self,
+        step: int,
+        *,
+        blocks: Sequence[list[Sample]],
+        layout: ExpertLayout | None,
+        facts: dict[str, float],
     ) -> PackedBatch:
-        if not can_train(samples):
-            return self._empty_batch(facts)
-        topology, config = self.strategy.topology, self.config
-        started = time.perf_counter()
-        lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-        loads = None
-        if layout is not None:
-            loads = collection_loads(samples, layout=layout, topology=topology)
-        plan = self._plan(samples, lengths=lengths, loads=loads)
+        """Step `step` of the collection. The first one that trains carries them all: it scores them."""
+        samples, job = blocks[step], self._trained.get(step)
+        if job is None:
+            batch = self._empty_batch(facts)
+        else:
+            started = time.perf_counter()
+            planned = self.planner.hand_over(job)
+            waited = time.perf_counter() - started
+            batch = self._collated(samples, planned=planned, layout=layout)
+            batch.facts = facts | self._facts(samples, planned=planned) | {"time/plan_ms": 1000 * waited}
+        batch.steps_in_collection = len(blocks)
+        if job == 0:
+            batch.collection = self._steps
+        return batch
+
+    def _collated(
+        self, samples: list[Sample], *, planned: PlannedStep, layout: ExpertLayout | None
+    ) -> PackedBatch:
+        topology, plan = self.strategy.topology, planned.schedule.plan
         batch = batch_of_rank(
             samples,
             plan=plan,
             rank=self.strategy.global_rank,
             layout=layout,
             topology=topology,
-            budget=config.budget,
+            budget=self.config.budget,
         )
-        work = measure(plan, lengths=lengths, loads=loads, topology=topology)
-        batch.facts = facts | {
-            "time/plan_ms": 1000 * (time.perf_counter() - started),
-            "packing/packs": float(plan.packs_per_rank),
-            "packing/samples_per_pack": len(samples) / (plan.packs_per_rank * plan.world_size),
-            "packing/tokens_per_pack": float(lengths.sum()) / (plan.packs_per_rank * plan.world_size),
-            "packing/fill": float(lengths.sum()) / (plan.packs_per_rank * plan.world_size * config.budget),
-        }
-        if work.skew_mean is not None and work.skew_max is not None:
-            batch.facts["packing/expert_dispatch_skew_mean"] = work.skew_mean
-            batch.facts["packing/expert_dispatch_skew_max"] = work.skew_max
+        batch.schedule = planned.schedule
+        # One EP rank receives everything: nothing to compare.
+        if planned.loads is not None and layout is not None and topology.ep_degree > 1:
+            stride = self.config.balance.layer_stride
+            batch.forecast = Forecast.of(
+                plan, loads=planned.loads, layout=layout, topology=topology, layer_stride=stride
+            )
         return batch
 
-    def _plan(self, samples: list[Sample], *, lengths: np.ndarray, loads: np.ndarray | None) -> PackPlan:
-        """The step's plan. What a deadline may cut runs on rank 0 only and is broadcast."""
-        config, topology = self.config, self.strategy.topology
-        ids = [sample.id for sample in samples]
-        if not config.packed:
-            return unpacked_plan(lengths, topology=topology)
-        if config.balance.kind is BalanceKind.none:
-            return plan_step(lengths, budget=config.budget, topology=topology, ids=ids)
-        plan: PackPlan | None = None
-        if self.strategy.global_rank == 0:
-            from olmo_rl.planning.search import plan_batch  # numba kernels: loaded where a plan is searched
-
-            plan = plan_batch(
-                lengths,
-                ids=ids,
-                loads=loads,
-                budget=config.budget,
-                topology=topology,
-                balance=config.balance,
-            )
-        plan = self.strategy.broadcast(plan)
-        assert plan is not None
-        plan.check(lengths, config.budget)
-        return plan
+    def _facts(self, samples: list[Sample], *, planned: PlannedStep) -> dict[str, float]:
+        plan, work = planned.schedule.plan, planned.schedule.after
+        tokens, packs = sum(len(sample) for sample in samples), plan.packs_per_rank * plan.world_size
+        facts = {
+            "packing/packs": float(plan.packs_per_rank),
+            "packing/samples_per_pack": len(samples) / packs,
+            "packing/tokens_per_pack": tokens / packs,
+            "packing/fill": tokens / (packs * self.config.budget),
+        }
+        if work.skew_mean is not None and work.skew_max is not None:
+            facts["packing/expert_dispatch_skew_mean"] = work.skew_mean
+            facts["packing/expert_dispatch_skew_max"] = work.skew_max
+        if self.planner.searches:
+            facts["balance/gap_before"], facts["balance/gap"] = planned.schedule.gaps
+            if planned.loads is not None:
+                facts["balance/placement_floor"] = placement_floor(planned.loads)
+        return facts
 
     def _empty_batch(self, facts: dict[str, float]) -> PackedBatch:
         return PackedBatch(
@@ -237,6 +285,11 @@ class RolloutDataModule(LightningDataModule):
             budget=self.config.budget,
             facts=dict(facts),
         )
+
+    @property
+    def planner(self) -> StepPlanner:
+        assert self._planner is not None, "Lightning sets the data module up before it asks for batches"
+        return self._planner
 
     @property
     def samples_per_collection(self) -> int:

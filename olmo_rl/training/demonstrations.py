@@ -19,7 +19,7 @@ from olmo_rl.data.tasks import Problem, Task
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.planning.packing import plan_step, unpacked_plan
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Sample
+from olmo_rl.types import Refusal, Sample
 
 
 class DemonstrationDataModule(LightningDataModule):
@@ -79,6 +79,11 @@ class DemonstrationDataModule(LightningDataModule):
         prompt = self._tokenizer.encode(problem.prompt)
         answer = [*self._tokenizer.encode(problem.answer), self._tokenizer.eos_id]
         tokens = np.array([*prompt, *answer], dtype=np.int32)
+        if len(tokens) > self.config.model.max_seq_len:
+            raise Refusal(
+                f"problem {problem.id}: prompt and answer have {len(tokens)} tokens, more than "
+                f"model.max_seq_len={self.config.model.max_seq_len}: raise it, or choose easier problems"
+            )
         return Sample(
             id=id,
             group=id,

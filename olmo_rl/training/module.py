@@ -1,14 +1,14 @@
 """The policy as a LightningModule: one `training_step` is one optimizer update over this rank's packs.
 
 Manual optimization: forward and backward pack by pack, losses divided by global counts first, gradients
-synchronised on the last pack, one all-reduce for all metrics, clip across meshes, step. Refuses to step on
-anything non-finite.
+synchronised on the last pack, one all-reduce of sums and one of maxima, clip across meshes, step. Refuses to
+step on anything non-finite.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,7 @@ from olmo_rl.training.update import Objective, PackReport, UpdateReport, run_pac
 class PolicyModule(LightningModule):
     """A decoder trained by `objective`. `report` describes the last update, None after a skipped one.
 
-    `published` is called with full weights and the policy version before the first update and after every
+    `publish` is called with full weights and the policy version before the first update and after every
     update.
     """
 
@@ -46,7 +46,8 @@ class PolicyModule(LightningModule):
         self.on_pack: Callable[[int, int], None] | None = None
         self.report: UpdateReport | None = None
         self.skipped_updates = 0
-        self.schedule = ScoringSchedule(scoring=config.scoring)
+        self._nonfinite_in_a_row = 0
+        self.schedule = ScoringSchedule(config=config)
 
     @property
     def policy(self) -> HybridDecoder:
@@ -110,14 +111,19 @@ class PolicyModule(LightningModule):
     def training_step(self, batch: PackedBatch, batch_idx: int) -> None:
         self.report = None
         if not batch.packs:
-            self.skipped_updates += 1
-            self._log(batch.facts | {"batch/skipped_updates": float(self.skipped_updates)})
+            self.skipped_updates += 1  # the contract log tells it; metrics.csv holds updates
             return
         started = time.perf_counter()
         decision = self._prepare_anchors(batch)
         reports = self._accumulate_gradients(batch, decision=decision)
         report = UpdateReport.of(
-            reports, batch=batch, decision=decision, device=self.device, reduce=self.strategy.sum_over_ranks
+            reports,
+            batch=batch,
+            decision=decision,
+            device=self.device,
+            replica=self.strategy.topology.replica_of(self.strategy.global_rank),
+            sum_over_ranks=self.strategy.sum_over_ranks,
+            max_over_ranks=self.strategy.max_over_ranks,
         )
         report.grad_norm = float(titan.clip_grad_norm(self.policy, max_norm=self.config.optim.max_grad_norm))
         report.lr = self.trainer.optimizers[0].param_groups[0]["lr"]
@@ -126,7 +132,9 @@ class PolicyModule(LightningModule):
         report.seconds = time.perf_counter() - started
         report.publish_seconds = self._timed_publish()
         self.report = report
-        self._log(report.metrics() | batch.facts | {"batch/skipped_updates": float(self.skipped_updates)})
+        report.warn_of_mismatch(update=self.trainer.global_step)
+        if report.stepped:
+            self._log(report.metrics() | batch.facts | {"batch/skipped_updates": float(self.skipped_updates)})
 
     def _prepare_anchors(self, batch: PackedBatch) -> Decision:
         """Score where this update needs it. With several steps per collection all of them are scored before
@@ -135,9 +143,10 @@ class PolicyModule(LightningModule):
         if not self.objective.anchored:
             return Decision.skipped
         decision = self.schedule.decide(steps_in_collection=batch.steps_in_collection)
-        wanted: tuple[PackedBatch, ...] = ()
+        wanted: Iterable[PackedBatch] = ()
         if decision is Decision.standalone:
-            wanted = tuple(step for step in batch.collection if step.packs)
+            # One after another: while this step is scored, the planner works on the next.
+            wanted = (step for step in batch.collection if step.packs)
         elif decision is Decision.checked:
             wanted = (batch,)
         for step in wanted:
@@ -169,14 +178,18 @@ class PolicyModule(LightningModule):
 
     def _may_step(self, report: UpdateReport, *, reports: list[PackReport]) -> bool:
         """Whether the optimizer may step: agreed by all ranks, since loss and norm are global."""
-        report.check_scoring(self.config.scoring)
         if report.finite:
+            self._nonfinite_in_a_row = 0
+            if self.objective.anchored:
+                report.check_scoring(self.config.scoring)
             return True
         if self.config.loss.on_nonfinite is OnNonfinite.skip:
             cast(torch.optim.Optimizer, self.optimizers()).zero_grad()
             report.stepped = False
             self.skipped_updates += 1
-            return False
+            self._nonfinite_in_a_row += 1
+            if self._nonfinite_in_a_row <= self.config.batch.max_skips:
+                return False
         mine = [id for one in reports for id in one.result.suspects]
         suspects = [id for part in self.strategy.gather_objects(mine) for id in part]
         where = f"samples {', '.join(suspects)}" if suspects else "the gradient only, every loss was finite"
@@ -216,8 +229,10 @@ class PolicyModule(LightningModule):
 
 
 def parameter_groups(decoder: nn.Module) -> list[dict[str, Any]]:
-    """One group a device mesh: a fused update cannot mix dense and expert shards."""
-    by_mesh: dict[object, list[nn.Parameter]] = {}
-    for parameter in decoder.parameters():
-        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return [{"params": parameters} for parameters in by_mesh.values()]
+    """Dense weights, then routed experts where there are any: a fused update cannot mix shards of two meshes.
+    The groups are the same in every topology, so that a run can resume in another one.
+    """
+    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    for name, parameter in decoder.named_parameters():
+        groups[".routed_experts." in name].append(parameter)
+    return [{"params": parameters} for parameters in groups.values() if parameters]

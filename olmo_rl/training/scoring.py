@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from olmo_rl.config import ScoringConfig, ScoringMode
+from olmo_rl.config import Config
 
 
 class Decision(Enum):
@@ -22,28 +22,21 @@ class Decision(Enum):
     standalone = "standalone"
 
 
-def scoring_required(scoring: ScoringConfig, *, steps_in_collection: int) -> bool:
-    """Whether an update needs a scoring pass of its own: after the first step of a collection the policy has
-    moved away from its anchor.
-    """
-    return scoring.mode is ScoringMode.always or steps_in_collection > 1
-
-
 @dataclass(kw_only=True, slots=True)
 class ScoringSchedule:
     """Counts the updates of this process. Packs do not count as updates; resuming starts at the first update
     again.
     """
 
-    scoring: ScoringConfig
+    config: Config
     updates: int = 0
 
     def decide(self, *, steps_in_collection: int) -> Decision:
         """The decision for the next update; call once per update."""
         update, self.updates = self.updates, self.updates + 1
-        if scoring_required(self.scoring, steps_in_collection=steps_in_collection):
+        if self.config.scores_separately(steps_in_collection=steps_in_collection):
             return Decision.standalone
-        interval = self.scoring.check_interval
+        interval = self.config.scoring.check_interval
         if update == 0 or (interval > 0 and update % interval == 0):
             return Decision.checked
         return Decision.skipped

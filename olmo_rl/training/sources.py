@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_only
 
 from olmo_rl.config import Config
-from olmo_rl.data.files import check_layout, collection_paths, read_collection
+from olmo_rl.data.files import collection_paths
+from olmo_rl.data.preflight import read_for
 from olmo_rl.data.tasks import Problem
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.training.build import LocalRollouts
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Collection, Refusal, Sample
+from olmo_rl.types import Collection, Sample
 
 
 class Source(Protocol):
@@ -43,41 +44,16 @@ class FileSource:
     def __init__(self, config: Config) -> None:
         assert config.rollouts.path is not None, "refusals require rollouts.path for rollouts=files"
         self.paths: list[Path] = collection_paths(config.rollouts.path)
-        self._replay = config.replay
-        self._model = config.model
-        self._needs_reference = config.loss.kl_coef > 0
+        self._config = config
 
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
         del groups
         if attempt > 0 or index >= len(self.paths):
             return None
-        collection = read_collection(
-            self.paths[index],
-            require_routes=self._replay,
-            layout=self._model.expert_layout,
-            vocab_size=self._model.vocab_size,
-            num_layers=len(self._model.layer_types),
-        )
-        check_layout(
-            collection,
-            expected=self._model.expert_layout,
-            replay=self._replay,
-            max_seq_len=self._model.max_seq_len,
-        )
-        if self._needs_reference:
-            _check_reference(collection)
+        collection = read_for(self._config, path=self.paths[index])
         for note in collection.notes:
-            rank_zero_info(note)
+            rank_zero_only(print)(note, flush=True)
         return collection
-
-
-def _check_reference(collection: Collection) -> None:
-    missing = [sample.id for sample in collection.samples if sample.ref_logprobs is None]
-    if missing:
-        raise Refusal(
-            f"{collection.source}: sample {missing[0]} and {len(missing) - 1} others have no ref_logprobs, "
-            "which loss.kl_coef > 0 needs: score them with the reference, or set loss.kl_coef=0"
-        )
 
 
 class LocalSource:

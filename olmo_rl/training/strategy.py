@@ -10,12 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from typing_extensions import override
 
 from olmo_rl.config import Config, Dtype
@@ -73,6 +81,24 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         assert self._dims is not None
         titan.parallelize(decoder, dims=self._dims, dtype=self.dtype, recompute=self.recompute)
 
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Weights and optimizers from the shards, whatever topology wrote them; returns everything else.
+
+        Lightning's own refuses a model that is not sharded, which one process is. A collective of all ranks.
+        """
+        del weights_only  # a checkpoint of ours holds plain values beside its shards
+        path = Path(self.broadcast(checkpoint_path))
+        assert self.model is not None
+        weights = {"state_dict": get_model_state_dict(self.model)}
+        dcp.load(weights, checkpoint_id=path)
+        set_model_state_dict(self.model, weights["state_dict"])
+        for index, optimizer in enumerate(self.optimizers):
+            state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer)}
+            dcp.load(state, checkpoint_id=path)
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{index}"])
+        return cast(dict[str, Any], torch.load(path / "meta.pt", weights_only=True))
+
     def forward_pack(
         self,
         pack: Pack,
@@ -91,6 +117,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """All-reduced sum of a small tensor; every rank calls it once per update, so counts agree."""
         if self.world_size > 1:
             dist.all_reduce(values)
+        return values
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """All-reduced elementwise maximum of a small tensor, called like `sum_over_ranks`."""
+        if self.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     def from_rank_zero(self, make: Callable[[], T]) -> T:

@@ -1,7 +1,8 @@
 """One optimizer update, pack by pack: what runs, what is summed, what is reported.
 
 Sums travel as one flat tensor: every pack adds to the same names in the same order, so one all-reduce per
-update gives every global count and mean. Shapes: S scored slots of a pack, L routed layers.
+update gives every global count and mean, and a second one the maxima. Shapes: S scored slots of a pack, L
+routed layers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from olmo_rl.config import Config, ScoringConfig
 from olmo_rl.data.packs import Pack, PackedBatch, RouteMode, RouteTrace
+from olmo_rl.planning.schedule import Forecast
 from olmo_rl.policy.loss import (
     LossOutput,
     policy_loss,
@@ -49,14 +52,17 @@ SUPERVISED = Objective(name="supervised", anchored=False, replays=False)
 
 @dataclass(kw_only=True, slots=True)
 class PackReport:
-    """One pack: its share of the global loss (with graph until backward), and sums by metric name
-    (detached).
+    """One pack: its share of the global loss (with graph until backward), sums by metric name, [2] maxima
+    (|training forward - scoring pass|, |log ratio|) and the histogram of gaps (all detached). `sent` int64
+    [E, L]: assignments that the dispatcher sent to each destination, where a forecast says how many.
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
+    maxima: Tensor
     gaps: Tensor
     result: LossOutput
+    sent: Tensor | None = None
 
 
 def score_pack(pack: Pack, *, strategy: ExpertParallelStrategy, mode: RouteMode) -> Tensor:
@@ -110,8 +116,6 @@ def run_pack(
     balance = output.router_balance.sum() * (pack.real_tokens / real_tokens)
     z = output.router_z.sum() / real_tokens
     loss = result.loss + config.loss.router_aux_weight * balance + config.loss.router_z_weight * z
-    gap = (logprobs.detach() - behavior).abs().double()
-    drift = torch.zeros_like(gap) if scored is None else (logprobs.detach() - scored).abs().double()
     sums = {f"loss/{name}": value for name, value in result.terms.items()}
     sums |= {
         "loss/total": loss.detach(),
@@ -122,16 +126,33 @@ def run_pack(
         "count/tokens": torch.tensor(float(pack.real_tokens)),
         "count/scored": torch.tensor(float(len(slots.slots))),
         "count/packs": torch.tensor(1.0),
-        "sum/gap": gap.sum(),
-        "sum/drift": drift.sum(),
     }
     sums |= _replay_sums(pack, trace=trace, num_experts=config.model.num_experts)
-    return PackReport(loss=loss, sums=sums, gaps=_histogram(gap), result=result)
+    gap = (logprobs.detach() - behavior).abs().double()
+    drift = torch.zeros_like(gap) if scored is None else (logprobs.detach() - scored).abs().double()
+    if objective.anchored:  # demonstrations have no behaviour policy to agree with
+        sums |= {"sum/gap": gap.sum(), "sum/drift": drift.sum()}
+    maxima = torch.stack([torch.cat([drift, drift.new_zeros(1)]).max(), result.max_log_ratio.double()])
+    return PackReport(
+        loss=loss,
+        sums=sums,
+        maxima=maxima,
+        gaps=_histogram(gap),
+        result=result,
+        sent=None if batch.forecast is None else _sent(trace, forecast=batch.forecast),
+    )
+
+
+def _sent(trace: RouteTrace, *, forecast: Forecast) -> Tensor:
+    """int64 [E, L]: this pack's assignments by destination; experts lie in contiguous blocks."""
+    ep_degree = forecast.loads.shape[2]
+    counts = torch.stack([trace.counts[layer] for layer in forecast.layers])
+    return counts.reshape(len(counts), ep_degree, -1).sum(-1).T
 
 
 def _replay_sums(pack: Pack, *, trace: RouteTrace, num_experts: int) -> dict[str, Tensor]:
     """Rows replayed, (layer, expert) counts that differ from the recorded routes, overlap with live top-k."""
-    rows = mismatches = overlap = torch.zeros(())
+    rows = recorded_rows = mismatches = overlap = torch.zeros(())
     if pack.routes is not None and trace.overlap:
         rows = torch.tensor(float(len(pack) * len(pack.routed_layers)))
         recorded = [
@@ -142,10 +163,15 @@ def _replay_sums(pack: Pack, *, trace: RouteTrace, num_experts: int) -> dict[str
             trace.counts[layer] != counts for layer, counts in zip(pack.routed_layers, recorded, strict=True)
         ]
         mismatches = torch.stack(differs).sum()
-        overlap = (
-            torch.stack([trace.overlap[layer] for layer in pack.routed_layers]).mean() * pack.real_tokens
-        )
-    return {"replay/rows": rows, "replay/mismatches": mismatches, "sum/overlap": overlap}
+        overlap = torch.stack([trace.overlap[layer] for layer in pack.routed_layers]).sum()
+        # Every document ends in a synthetic row, which no engine chose.
+        recorded_rows = torch.tensor(float((pack.real_tokens - len(pack.ids)) * len(pack.routed_layers)))
+    return {
+        "replay/rows": rows,
+        "replay/mismatches": mismatches,
+        "sum/overlap": overlap,
+        "count/recorded_rows": recorded_rows,
+    }
 
 
 def _histogram(gaps: Tensor) -> Tensor:
@@ -166,11 +192,13 @@ class UpdateReport:
     versions: tuple[int, int]
     batch: PackedBatch
     coverage: float
-    drift_max: float = 0.0
+    max_drift: float
+    max_log_ratio: float
     grad_norm: float = 0.0
     lr: float = 0.0
     seconds: float = 0.0
     publish_seconds: float = 0.0
+    balance: dict[str, Any] | None = None
     stepped: bool = True
 
     @classmethod
@@ -181,16 +209,25 @@ class UpdateReport:
         batch: PackedBatch,
         decision: Decision,
         device: torch.device,
-        reduce: Callable[[Tensor], Tensor],
+        replica: int,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+        max_over_ranks: Callable[[Tensor], Tensor],
     ) -> UpdateReport:
-        """Add up this rank's packs, then one all-reduce."""
+        """Add up this rank's packs, then the two all-reduces."""
         reports = list(reports)
         names = sorted(reports[0].sums)
         flat = torch.stack(
             [torch.stack([r.sums[name].double().to(device) for name in names]) for r in reports]
         ).sum(0)
         gaps = torch.stack([r.gaps for r in reports]).sum(0)
-        values = reduce(torch.cat([flat, gaps])).tolist()
+        loads = _observed(reports, batch=batch, replica=replica).to(device)
+        sums = sum_over_ranks(torch.cat([flat, gaps, loads.flatten()]))
+        values = sums[: len(flat) + len(gaps)].tolist()
+        balance = None
+        if batch.forecast is not None:
+            observed = sums[len(values) :].long().reshape(loads.shape)
+            balance = batch.forecast.compare(observed.cpu().numpy())
+        max_drift, max_log_ratio = max_over_ranks(torch.stack([r.maxima for r in reports]).amax(0)).tolist()
         versions = [sample.policy_version for sample in batch.samples]
         return cls(
             decision=decision,
@@ -199,7 +236,18 @@ class UpdateReport:
             versions=(min(versions), max(versions)),
             batch=batch,
             coverage=_coverage(batch),
+            max_drift=max_drift,
+            max_log_ratio=max_log_ratio,
+            balance=balance,
         )
+
+    def warn_of_mismatch(self, *, update: int) -> None:
+        """One line on rank 0 where the dispatcher counted something else than was planned."""
+        if self.balance is not None and not self.balance["equal"]:
+            rank_zero_warn(
+                f"update {update}: {self.balance['mismatch']} expert loads differ from the plan, first "
+                f"{self.balance['where'][0]}: routes changed after planning"
+            )
 
     @property
     def finite(self) -> bool:
@@ -223,15 +271,15 @@ class UpdateReport:
 
     @property
     def mean_drift(self) -> float:
-        return self.totals["sum/drift"] / max(1.0, self.totals["count/scored"])
+        return self.totals.get("sum/drift", 0.0) / max(1.0, self.totals["count/scored"])
 
     @property
     def mean_gap(self) -> float:
-        return self.totals["sum/gap"] / max(1.0, self.totals["count/scored"])
+        return self.totals.get("sum/gap", 0.0) / max(1.0, self.totals["count/scored"])
 
     @property
     def overlap(self) -> float:
-        return self.totals["sum/overlap"] / max(1.0, self.totals["count/tokens"])
+        return self.totals["sum/overlap"] / max(1.0, self.totals["count/recorded_rows"])
 
     def metrics(self) -> dict[str, float]:
         """By the metric names of the README; the batch's own facts come beside them."""
@@ -239,29 +287,33 @@ class UpdateReport:
         metrics |= {
             "grad/norm": self.grad_norm,
             "optim/lr": self.lr,
-            "optim/stepped": float(self.stepped),
-            "mismatch/mean": self.mean_gap,
-            "mismatch/p99": self.p99_gap,
             "throughput/real_tokens_per_second": self.totals["count/tokens"] / self.seconds,
             "throughput/padded_tokens_per_second": self.totals["count/tokens"] / self.seconds,
             "time/update_s": self.seconds,
             "time/publish_s": self.publish_seconds,
             "memory/peak_allocated_gib": peak_memory_gib(),
         }
+        if "sum/gap" in self.totals:
+            metrics |= {
+                "mismatch/mean": self.mean_gap,
+                "mismatch/p99": self.p99_gap,
+                "loss/max_log_ratio": self.max_log_ratio,
+            }
         if self.totals["replay/rows"] > 0:
             metrics |= {"replay/coverage": self.coverage, "replay/overlap": self.overlap}
         return metrics
 
     def events(self) -> dict[str, dict[str, Any]]:
         """Values of the contract log by event."""
-        replay = {
+        replay: dict[str, Any] = {
             "rows": int(self.totals["replay/rows"]),
             "mismatches": int(self.totals["replay/mismatches"]),
             "coverage": self.coverage,
             "overlap": self.overlap,
         }
-        optimizer = {
+        optimizer: dict[str, Any] = {
             "terms": {name: value for name, value in self.totals.items() if name.startswith("loss/")},
+            "max_log_ratio": self.max_log_ratio,
             "grad_norm": self.grad_norm,
             "lr": self.lr,
             "policy_versions": list(self.versions),
@@ -271,8 +323,38 @@ class UpdateReport:
             "scoring": self.decision.value,
             "stepped": self.stepped,
         }
-        scoring = {"decision": self.decision.value, "mean_abs": self.mean_drift}
-        return {"scoring": scoring, "replay": replay, "optimizer": optimizer}
+        scoring: dict[str, Any] = {
+            "decision": self.decision.value,
+            "mean_abs": self.mean_drift,
+            "max_abs": self.max_drift,
+        }
+        events = {"scoring": scoring, "replay": replay, "optimizer": optimizer}
+        return events | self._balance_events()
+
+    def _balance_events(self) -> dict[str, dict[str, Any]]:
+        schedule = self.batch.schedule
+        events: dict[str, dict[str, Any]] = {}
+        if schedule is not None and schedule.plan.search is not None:
+            events["expert_schedule"] = schedule.event(ids=[s.id for s in self.batch.samples])
+        if schedule is not None and self.balance is not None:
+            events["expert_balance"] = self.balance | {
+                "token_work": schedule.after.token_work,
+                "pair_work": schedule.after.pair_work,
+                "columns": schedule.after.packs_per_rank,
+                "update_s": self.seconds,
+            }
+        return events
+
+
+def _observed(reports: list[PackReport], *, batch: PackedBatch, replica: int) -> Tensor:
+    """float64 [C, R, E, L]: this rank's share of what every destination receives; sums stay exact."""
+    if batch.forecast is None:
+        return torch.zeros(0, dtype=torch.float64)
+    observed = torch.zeros(batch.forecast.loads.shape, dtype=torch.float64)
+    for column, report in enumerate(reports):
+        assert report.sent is not None, "a forecast makes every pack count"
+        observed[column, replica] = report.sent.double().cpu()
+    return observed
 
 
 def _percentile(counts: list[float], *, share: float) -> float:

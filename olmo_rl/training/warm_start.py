@@ -20,6 +20,17 @@ from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import SUPERVISED
 
+# What cross-entropy shares with the policy objective.
+_SHAPING_LOSSES = (
+    "reduction",
+    "router_aux_weight",
+    "router_z_weight",
+    "router_aux_grouping",
+    "router_aux_reduction",
+    "router_z_reduction",
+    "router_count_source",
+)
+
 
 def warm_start(config: Config) -> Config:
     """The configuration with `init_from` pointing at warmed weights; unchanged where no warm start is asked
@@ -66,6 +77,17 @@ def _save(module: PolicyModule, *, path: Path) -> None:
     module.strategy.barrier()
 
 
+def _contents(path: str | None) -> str | None:
+    """A hash of what a file holds, or of a checkpoint's shards: a name alone would hide a change."""
+    if path is None:
+        return None
+    files = sorted(Path(path).glob("*.distcp")) if Path(path).is_dir() else [Path(path)]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def _digest(config: Config) -> str:
     """Of every value that shapes the warmed weights."""
     parts = {
@@ -73,9 +95,11 @@ def _digest(config: Config) -> str:
         "init_from": config.init_from,
         "model": asdict(config.model),
         "task": asdict(config.task),
+        "contents": [_contents(path) for path in (config.init_from, config.task.path)],
         "warm_start": asdict(config.warm_start),
         "packing": asdict(config.packing),
         "optim": asdict(config.optim),
+        "loss": {name: value for name, value in asdict(config.loss).items() if name in _SHAPING_LOSSES},
         "dtype": config.policy.dtype.value,
         "topology": [config.trainer.world_size, config.strategy.ep_degree],
     }

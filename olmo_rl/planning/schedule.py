@@ -1,0 +1,190 @@
+"""One optimizer step as planned: the plan with its evidence, what every destination should receive, and how
+that compares with what the dispatcher counted. No torch.
+
+Owns the values of the `expert_schedule` and `expert_balance` events. Shapes: N samples, C columns, R
+replicas, E expert-parallel ranks, L looked-at routed layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from olmo_rl.config import BalanceConfig, BalanceKind
+from olmo_rl.planning.loads import collection_loads
+from olmo_rl.planning.objective import Bounds, Work, destination_loads, gap, lower_bounds, measure
+from olmo_rl.planning.packing import plan_step
+from olmo_rl.types import ExpertLayout, PackPlan, Sample, Topology
+
+_NAMED = 8  # destinations that a mismatch names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A plan and what is known of it. `start` names the best start of a search, `paths` counts the scoring
+    paths of one, `seconds` says where the time went. Travels from rank 0 to all others.
+    """
+
+    plan: PackPlan
+    before: Work
+    after: Work
+    bounds: Bounds
+    start: str
+    paths: dict[str, int]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gaps(self) -> tuple[float, float]:
+        """J over its bound, minus 1: of the order of arrival and of the plan."""
+        return (
+            gap(self.before, bounds=self.bounds, base=self.before),
+            gap(self.after, bounds=self.bounds, base=self.before),
+        )
+
+    def event(self, *, ids: Sequence[str]) -> dict[str, Any]:
+        """Values of `expert_schedule`. `order`: positions rank by rank, column by column."""
+        before, after = self.gaps
+        return {
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "lower_bounds": asdict(self.bounds),
+            "gap_before": before,
+            "gap": after,
+            "start": self.start,
+            "search": None if self.plan.search is None else asdict(self.plan.search),
+            "paths": self.paths,
+            "digest": schedule_digest(self, ids=ids),
+            "order": self.plan.positions,
+            "seconds": self.seconds,
+        }
+
+
+def schedule_digest(schedule: Schedule, *, ids: Sequence[str]) -> str:
+    """What all ranks compare: the samples in every cell by id, and the work of the plan."""
+    cells = [[[ids[i] for i in pack] for pack in rank] for rank in schedule.plan.packs]
+    return hashlib.sha256(repr((cells, schedule.after)).encode()).hexdigest()
+
+
+def step_loads(
+    samples: Sequence[Sample], *, layout: ExpertLayout | None, topology: Topology, balance: BalanceConfig
+) -> NDArray[np.int32] | None:
+    """int32 [N, E, L]: destination loads of the layers that `balance.layer_stride` leaves; None without
+    routes.
+    """
+    if layout is None or any(sample.routes is None for sample in samples):
+        return None
+    return collection_loads(samples, layout=layout, topology=topology, layer_stride=balance.layer_stride)
+
+
+def schedule_step(
+    lengths: NDArray[np.int64],
+    *,
+    ids: Sequence[str],
+    loads: NDArray[np.int32] | None,
+    budget: int,
+    topology: Topology,
+    balance: BalanceConfig,
+    seconds: float | None = None,
+    source: str | None = None,
+) -> Schedule:
+    """Plan one packed step as `balance` says. `seconds` overrides the deadline of its search."""
+    if balance.kind is BalanceKind.none:
+        began = time.perf_counter()
+        plan = plan_step(lengths, budget=budget, topology=topology, ids=ids, source=source)
+        spent = {"start": time.perf_counter() - began, "search": 0.0, "verify": 0.0}
+        return kept_order(plan, lengths=lengths, loads=loads, topology=topology, budget=budget, seconds=spent)
+    from olmo_rl.planning.search import plan_batch_with_evidence  # brings compiled kernels
+
+    found = plan_batch_with_evidence(
+        lengths, ids=ids, loads=loads, budget=budget, topology=topology, balance=balance, seconds=seconds
+    )
+    return Schedule(
+        plan=found.plan,
+        before=found.before,
+        after=found.after,
+        bounds=found.bounds,
+        start=found.start,
+        paths=found.paths,
+        seconds=found.seconds,
+    )
+
+
+def kept_order(
+    plan: PackPlan,
+    *,
+    lengths: NDArray[np.int64],
+    loads: NDArray[np.int32] | None,
+    topology: Topology,
+    budget: int,
+    seconds: dict[str, float],
+) -> Schedule:
+    """The schedule of a plan that nothing searched."""
+    work = measure(plan, lengths=lengths, loads=loads, topology=topology)
+    bounds = lower_bounds(lengths=lengths, loads=loads, topology=topology, budget=budget)
+    return Schedule(
+        plan=plan, before=work, after=work, bounds=bounds, start="arrival", paths={}, seconds=seconds
+    )
+
+
+def placement_floor(loads: NDArray[np.int32]) -> float:
+    """Sum over layers of the busiest destination / of the mean one, all samples together: what no packing
+    crosses while experts stay where they are. 1 is even.
+    """
+    total = loads.sum(axis=0, dtype=np.int64)
+    return float(total.max(axis=0).sum() / total.mean(axis=0).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Forecast:
+    """What the dispatcher should count: `loads` int64 [C, R, E, L] of the global layer ids `layers`."""
+
+    loads: NDArray[np.int64]
+    layers: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: PackPlan,
+        *,
+        loads: NDArray[np.int32],
+        layout: ExpertLayout,
+        topology: Topology,
+        layer_stride: int,
+    ) -> Forecast:
+        predicted = destination_loads(plan, loads=loads, topology=topology)
+        return cls(loads=predicted, layers=layout.routed_layers[::layer_stride])
+
+    def compare(self, observed: NDArray[np.int64]) -> dict[str, Any]:
+        """Values of `expert_balance`: predicted and observed assignments [L][E] over the step, expert work of
+        both, and the cells (column, replica, destination, layer) where they differ, the first few by name.
+        """
+        differs = np.argwhere(observed != self.loads)
+        named = [
+            {
+                "column": int(c),
+                "replica": int(r),
+                "destination": int(e),
+                "layer": self.layers[i],
+                "predicted": int(self.loads[c, r, e, i]),
+                "observed": int(observed[c, r, e, i]),
+            }
+            for c, r, e, i in differs[:_NAMED]
+        ]
+        return {
+            "world_size": self.loads.shape[1] * self.loads.shape[2],
+            "ep_degree": self.loads.shape[2],
+            "layers": list(self.layers),
+            "predicted": self.loads.sum(axis=(0, 1)).T.tolist(),
+            "observed": observed.sum(axis=(0, 1)).T.tolist(),
+            "predicted_expert_work": int(self.loads.max(axis=(1, 2)).sum()),
+            "expert_work": int(observed.max(axis=(1, 2)).sum()),
+            "equal": len(differs) == 0,
+            "mismatch": len(differs),
+            "where": named,
+        }

@@ -1,0 +1,329 @@
+"""Checkpoints and resuming: which updates leave one, what it holds, and that resuming changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from training_cases import MODEL, Run, config_of, files, fit, identical, masked, samples_of, write_files
+
+from olmo_rl.config import (
+    BatchConfig,
+    CallbacksConfig,
+    Config,
+    OptimConfig,
+    PackingConfig,
+    PackingKind,
+    RolloutsConfig,
+    Source,
+    TrainerConfig,
+)
+from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.interop import load_weights, save_weights
+from olmo_rl.training.checkpoints import complete_checkpoints, resolve_checkpoint
+from olmo_rl.training.module import parameter_groups
+from olmo_rl.types import Refusal
+
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=4, weight_decay=0.05)
+FILES = 6
+
+
+def file_config(run_dir: Path, *, updates: int, interval: int | None = 2, **sections: Any) -> Config:
+    fields: dict[str, Any] = {
+        "optim": OPTIM,
+        "packing": PackingConfig(kind=PackingKind.consecutive, max_tokens=24),
+        "trainer": TrainerConfig(max_steps=updates),
+        "callbacks": CallbacksConfig(progress=False, pictures=False, checkpoint_interval=interval),
+    }
+    return config_of(run_dir, **(fields | sections))
+
+
+def resumed(config: Config, *, updates: int, path: str = "last") -> Config:
+    return replace(config, ckpt_path=path, trainer=TrainerConfig(max_steps=updates))
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def check_same_end(run: Run, straight: Run) -> None:
+    """Equal weights and Adam state to the last bit."""
+    assert identical(run.weights, straight.weights)
+    assert len(run.optimizer) == len(straight.optimizer) > 0
+    assert all(identical(a, b) for a, b in zip(run.optimizer, straight.optimizer, strict=True))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four updates without a break."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    write_files(run_dir, files(FILES))
+    return fit(file_config(run_dir, updates=4))
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """The same four updates by two runs of two."""
+    run_dir = tmp_path_factory.mktemp("halves")
+    write_files(run_dir, files(FILES))
+    config = file_config(run_dir, updates=2)
+    return fit(config), fit(resumed(config, updates=4))
+
+
+def test_four_updates_with_an_interval_of_two_leave_checkpoints_after_the_second_and_fourth(
+    straight: Run,
+) -> None:
+    assert straight.trainer.global_step == 4
+    assert len(straight.recorder.gradients) == 4
+    assert names(Path(straight.config.run_dir)) == ["step-2", "step-4"]
+
+
+def test_a_resumed_run_goes_on_with_the_next_update_and_ends_like_the_straight_one(
+    straight: Run, halves: tuple[Run, Run]
+) -> None:
+    first, second = halves
+    assert first.recorder.steps + second.recorder.steps == [1, 2, 3, 4]
+    assert first.recorder.ids + second.recorder.ids == straight.recorder.ids
+    check_same_end(second, straight)
+    assert names(Path(second.config.run_dir)) == ["step-2", "step-4"]
+    for gradients, expected in zip(second.recorder.gradients, straight.recorder.gradients[2:], strict=True):
+        assert identical(gradients, expected)
+    rates = [event["lr"] for event in straight.events("optimizer")]
+    assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert [event["lr"] for event in second.events("optimizer")] == rates
+
+
+def test_metrics_csv_and_contract_log_continue_without_a_repeated_update(
+    straight: Run, halves: tuple[Run, Run]
+) -> None:
+    run = halves[1]
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    for name in ("loss/total", "reward/mean", "grad/norm", "mismatch/mean", "optim/lr"):
+        assert [row[name] for row in run.rows] == [row[name] for row in straight.rows]
+    assert [event["step"] for event in run.events("optimizer")] == [1, 2, 3, 4]
+
+
+def test_the_first_update_of_a_resumed_process_is_checked_again(
+    straight: Run, halves: tuple[Run, Run]
+) -> None:
+    decisions = [event["decision"] for event in straight.events("scoring")]
+    assert decisions == ["checked", "skipped", "skipped", "skipped"]
+    decisions = [event["decision"] for event in halves[1].events("scoring")]
+    assert decisions == ["checked", "skipped", "checked", "skipped"]
+
+
+def test_the_optimizer_groups_dense_weights_and_routed_experts_in_every_topology() -> None:
+    model = decoder()
+    names = {id(p): name for name, p in model.named_parameters()}
+    dense, experts = [[names[id(p)] for p in group["params"]] for group in parameter_groups(model)]
+    assert sorted(dense + experts) == sorted(names.values())
+    assert experts == [
+        f"layers.{layer}.moe.routed_experts.inner_experts.{w}"
+        for layer in (1, 2)
+        for w in ("w1_EFD", "w2_EDF", "w3_EFD")
+    ]
+    whole = HybridDecoder(replace(MODEL, num_experts=0, dense_layers=[]), attention="reference")
+    assert len(parameter_groups(whole)) == 1
+
+
+def test_a_checkpoint_loads_with_weights_only_and_holds_plain_values(straight: Run) -> None:
+    meta = torch.load(complete_checkpoints(straight.config.run_dir)[-1] / "meta.pt", weights_only=True)
+    assert meta["global_step"] == 4
+    assert meta["skipped_updates"] == 0
+    assert meta["RolloutDataModule"] == {"collections_drawn": 4}
+    assert "hyper_parameters" not in meta
+
+
+def test_an_update_after_the_crash_point_replaces_its_row_in_metrics_csv(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=3, callbacks=CallbacksConfig(
+        progress=False, pictures=False, checkpoint_interval=1, keep_checkpoints=9))  # fmt: skip
+    before = fit(config).rows
+    for path in complete_checkpoints(config.run_dir)[1:]:  # as if the process died before it saved
+        path.rename(path.with_name(f"{path.name}.incomplete"))
+    run = fit(resumed(config, updates=4))
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    for row, old in zip(run.rows, before, strict=False):
+        assert (row["loss/total"], row["grad/norm"]) == (old["loss/total"], old["grad/norm"])
+
+
+def test_a_run_whose_files_are_used_up_ends_saves_and_has_nothing_left_to_do(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES)[:3])
+    config = file_config(tmp_path / "run", updates=50)
+    first = fit(config)
+    assert names(tmp_path / "run") == ["step-2", "step-3"]
+    second = fit(resumed(config, updates=50))
+    assert second.recorder.ids == []
+    assert second.trainer.global_step == 3
+    assert identical(second.weights, first.weights)
+
+
+def test_files_of_several_steps_and_a_tail_resume_at_the_next_file(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "batch": BatchConfig(samples_per_step=3)
+    }  # two steps a file, two samples left
+    runs = []
+    for name, parts in {"straight": [6], "halves": [2, 6]}.items():
+        write_files(tmp_path / name, files(FILES))
+        config = file_config(tmp_path / name, updates=parts[0], **sections)
+        done = [fit(config)] + [fit(resumed(config, updates=updates)) for updates in parts[1:]]
+        runs.append(done)
+    (whole,), (first, second) = runs
+    assert first.recorder.ids + second.recorder.ids == whole.recorder.ids
+    assert first.recorder.ids[1] == ["f0-3", "f0-4", "f0-5"]
+    assert second.recorder.ids[0] == ["f1-0", "f1-1", "f1-2"]
+    check_same_end(second, whole)
+
+
+def test_a_generating_run_resumes_to_the_same_rollouts_and_weights(tmp_path: Path) -> None:
+    local: dict[str, Any] = {
+        "rollouts": RolloutsConfig(source=Source.local, group_size=4, max_new_tokens=4),
+        "batch": BatchConfig(samples_per_step=8),
+        "packing": PackingConfig(kind=PackingKind.consecutive),
+    }
+    whole = fit(file_config(tmp_path / "straight", updates=4, **local))
+    config = file_config(tmp_path / "halves", updates=2, **local)
+    fit(config)
+    second = fit(resumed(config, updates=4))
+    for ours, theirs in zip(second.recorder.batches, whole.recorder.batches[2:], strict=True):
+        for sample, other in zip(ours.samples, theirs.samples, strict=True):
+            assert (sample.id, sample.policy_version) == (other.id, other.policy_version)
+            assert sample.tokens.tolist() == other.tokens.tolist()
+            assert sample.behavior_logprobs.tolist() == other.behavior_logprobs.tolist()
+    check_same_end(second, whole)
+
+
+def test_skipped_steps_leave_no_checkpoint_of_their_own_and_are_counted_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    nothing = [masked(sample) for sample in samples_of(prefix="masked")]
+    write_files(tmp_path / "run", [nothing, *files(FILES)[:1], nothing, *files(FILES)[1:2]])
+    config = file_config(tmp_path / "run", updates=1, interval=1)
+    fit(config)
+    assert names(tmp_path / "run") == ["step-1"]
+    second = fit(resumed(config, updates=2))
+    assert names(tmp_path / "run") == ["step-1", "step-2"]
+    assert second.module.skipped_updates == 2
+    assert [row["batch/skipped_updates"] for row in second.rows] == [1, 2]
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    callbacks = CallbacksConfig(progress=False, pictures=False, checkpoint_interval=1, keep_checkpoints=2)
+    fit(file_config(tmp_path / "run", updates=4, callbacks=callbacks))
+    assert names(tmp_path / "run") == ["step-3", "step-4"]
+
+
+def test_a_half_written_checkpoint_is_never_chosen(straight: Run, tmp_path: Path) -> None:
+    config = replace(straight.config, ckpt_path="last", run_dir=str(tmp_path))
+    for name in ("step-2", "step-10", "step-11.incomplete", "step-final"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert resolve_checkpoint(config) == str(tmp_path / "checkpoints" / "step-10")
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(straight: Run, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"ckpt_path=last: .* holds no complete checkpoint"):
+        resolve_checkpoint(replace(straight.config, ckpt_path="last", run_dir=str(tmp_path)))
+    with pytest.raises(Refusal, match=r"not a checkpoint directory"):
+        resolve_checkpoint(replace(straight.config, ckpt_path=str(tmp_path)))
+    assert resolve_checkpoint(straight.config) is None
+
+
+class SignalDuringUpdate(Callback):
+    """What a scheduler does before it takes a node away."""
+
+    def __init__(self, number: signal.Signals, *, batch: int) -> None:
+        self._number, self._batch = number, batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._batch:
+            os.kill(os.getpid(), self._number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_the_run_after_its_update_with_a_checkpoint_to_resume_from(
+    straight: Run, tmp_path: Path, number: signal.Signals
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    handler = signal.getsignal(number)
+    config = file_config(tmp_path / "run", updates=4, interval=None)
+    run = fit(config, callbacks=[SignalDuringUpdate(number, batch=2)])
+    assert run.checkpoints.interrupted
+    assert run.recorder.steps == [1, 2, 3]
+    assert names(tmp_path / "run") == ["step-3"]
+    assert signal.getsignal(number) == handler
+    check_same_end(fit(resumed(config, updates=4)), straight)
+
+
+# Weights in and out
+
+
+def decoder(seed: int = 0) -> HybridDecoder:
+    model = HybridDecoder(MODEL, attention="reference")
+    model.init_weights(seed)
+    return model
+
+
+def test_weights_come_back_from_a_file_and_from_a_checkpoint(straight: Run, tmp_path: Path) -> None:
+    save_weights(straight.weights, tmp_path / "weights.safetensors")
+    for path in (tmp_path / "weights.safetensors", complete_checkpoints(straight.config.run_dir)[-1]):
+        model = decoder(seed=5)
+        load_weights(model, str(path))
+        assert identical(dict(model.named_parameters()), straight.weights)
+        assert not identical(straight.weights, dict(decoder().named_parameters()))
+
+
+def test_a_run_starts_from_the_weights_it_is_given(straight: Run, tmp_path: Path) -> None:
+    path = complete_checkpoints(straight.config.run_dir)[-1]
+    write_files(tmp_path / "run", files(FILES))
+    run = fit(file_config(tmp_path / "run", updates=1, init_from=str(path)))
+    assert identical(run.recorder.weights[0], straight.weights)
+    assert run.recorder.steps == [1]
+
+
+def test_weights_with_a_missing_a_strange_or_a_misshapen_name_are_refused_all_at_once(tmp_path: Path) -> None:
+    weights = dict(decoder().named_parameters())
+    weights["layers.7.ffn_norm.weight"] = weights.pop("norm.weight")
+    weights["lm_head.weight"] = weights["lm_head.weight"][:-1]
+    save_weights(weights, tmp_path / "weights.safetensors")
+    model = decoder()
+    with pytest.raises(Refusal) as caught:
+        load_weights(model, str(tmp_path / "weights.safetensors"))
+    where = f"init_from={tmp_path / 'weights.safetensors'}: "
+    assert caught.value.reasons == (
+        f"{where}norm.weight is missing",
+        f"{where}layers.7.ffn_norm.weight is not a weight of this model",
+        f"{where}lm_head.weight has shape (258, 16), the model (259, 16)",
+    )
+    assert identical(dict(model.named_parameters()), dict(decoder().named_parameters()))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(straight: Run) -> None:
+    other = HybridDecoder(replace(MODEL, dense_layers=[0, 2]), attention="reference")
+    with pytest.raises(Refusal) as caught:
+        load_weights(other, str(complete_checkpoints(straight.config.run_dir)[-1]))
+    assert any("layers.2.feed_forward.w1.weight is missing" in reason for reason in caught.value.reasons)
+    assert any(
+        "layers.2.moe.router.gate.weight is not a weight of this model" in r for r in caught.value.reasons
+    )
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"neither a \.safetensors file nor a checkpoint directory"):
+        load_weights(decoder(), str(tmp_path))
+
+
+def test_tied_weights_come_back_too(tmp_path: Path) -> None:
+    tied = replace(MODEL, tie_embeddings=True)
+    model, other = (HybridDecoder(tied, attention="reference") for _ in range(2))
+    model.init_weights(1)
+    save_weights(dict(model.named_parameters()), tmp_path / "weights.safetensors")
+    load_weights(other, str(tmp_path / "weights.safetensors"))
+    assert identical(dict(other.named_parameters()), dict(model.named_parameters()))
+    assert other.lm_head.weight is other.tok_embeddings.weight

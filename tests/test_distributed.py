@@ -1,0 +1,278 @@
+"""Two and four ranks against one process: gradients, metrics, counts, files, errors, interruption.
+
+One program (distributed_cases.py) runs the recipes over three worlds; the tests look at what each rank saw.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from olmo_rl.data.files import read_collection
+
+TESTS = Path(__file__).parent
+SAME_GRADIENT = ("packed", "one pack each", "unpacked", "recomputed", "scored first")
+# Packs differ where one process and two ranks lay out the same samples; synthetic tails depend on the ranks.
+LAYOUT_METRICS = ("packing/", "time/", "throughput/", "memory/", "loss/router", "replay/overlap")
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("worlds")
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    command = [sys.executable, str(TESTS / "distributed_cases.py"), str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return directory
+
+
+def load(directory: Path, world: int) -> list[Found]:
+    paths = [directory / f"world{world}-rank{rank}.pt" for rank in range(world)]
+    return [torch.load(path, weights_only=False) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def one(directory: Path) -> Found:
+    return load(directory, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def two(directory: Path) -> list[Found]:
+    return load(directory, 2)
+
+
+@pytest.fixture(scope="module")
+def four(directory: Path) -> list[Found]:
+    return load(directory, 4)
+
+
+def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Distance of all gradients taken as one vector, relative to its norm."""
+    assert got.keys() == want.keys()
+    square = sum(float((got[n].double() - g.double()).square().sum()) for n, g in want.items())
+    return (square / sum(float(g.double().square().sum()) for g in want.values())) ** 0.5
+
+
+def largest(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    return max(float((got[n] - g).norm() / g.norm()) for n, g in want.items())
+
+
+def events(run: Found, name: str) -> list[dict[str, Any]]:
+    return [event for event in run["events"] if event["event"] == name]
+
+
+@pytest.mark.parametrize("form", [*SAME_GRADIENT, "by response", "silent"])
+def test_every_gradient_of_two_ranks_equals_one_process(one: Found, two: list[Found], form: str) -> None:
+    (want,) = one[form]["gradients"]
+    for rank in two:
+        (got,) = rank[form]["gradients"]
+        assert difference(got, want) <= 1e-6
+        assert largest(got, want) <= 5e-6
+
+
+def test_two_ranks_that_share_no_experts_have_the_same_gradients(one: Found, two: list[Found]) -> None:
+    for rank in two:
+        (got,) = rank["no experts shared"]["gradients"]
+        assert difference(got, one["packed"]["gradients"][0]) <= 1e-6
+
+
+@pytest.mark.parametrize("form", ["packed", "silent"])
+def test_four_ranks_with_experts_shared_by_pairs_have_the_same_gradients(
+    one: Found, four: list[Found], form: str
+) -> None:
+    for rank in four:
+        (got,) = rank[form]["gradients"]
+        assert difference(got, one[form]["gradients"][0]) <= 1e-6
+
+
+def test_packs_recomputation_and_a_scoring_pass_change_no_gradient_but_masks_and_reductions_do(
+    one: Found, two: list[Found]
+) -> None:
+    for world in (one, two[0], two[1]):
+        (base,) = world["packed"]["gradients"]
+        for form in SAME_GRADIENT:
+            assert difference(world[form]["gradients"][0], base) <= 1e-5, form
+        for form in ("by response", "silent"):
+            assert difference(world[form]["gradients"][0], base) > 0.1, form
+
+
+def test_supervised_gradients_with_live_routes_and_router_losses_equal_one_process(
+    one: Found, two: list[Found]
+) -> None:
+    for rank in two:
+        assert len(rank["sft"]["gradients"]) == len(one["sft"]["gradients"]) == 2
+        assert difference(rank["sft"]["gradients"][0], one["sft"]["gradients"][0]) <= 1e-6
+
+
+@pytest.mark.parametrize("form", ["packed", "unpacked", "by response", "silent", "local"])
+def test_metrics_of_two_ranks_equal_those_of_one_process(one: Found, two: list[Found], form: str) -> None:
+    row, other = two[0][form]["rows"][0], one[form]["rows"][0]
+    assert row.keys() == other.keys()
+    compared = [name for name in row if not name.startswith(LAYOUT_METRICS)]
+    assert {"loss/total", "grad/norm", "mismatch/mean", "mismatch/p99", "reward/mean"} <= set(compared)
+    for name in compared:
+        assert row[name] == pytest.approx(other[name], rel=2e-6, abs=1e-6), name
+
+
+def test_mismatch_is_the_mean_over_the_tokens_of_all_ranks_as_a_script_finds_it(
+    directory: Path, two: list[Found]
+) -> None:
+    gaps: tuple[list[float], list[float]] = ([], [])
+    file = directory / "twelve" / "files" / "collection-00000.parquet"
+    for position, sample in enumerate(read_collection(file, require_routes=True).samples):
+        scores = two[0]["twelve scored"]["scores"][sample.id]
+        slots = np.flatnonzero(sample.response_mask)
+        gaps[position % 2].extend(abs(scores[t] - float(sample.behavior_logprobs[t])) for t in slots)
+    reported = two[0]["packed"]["rows"][0]["mismatch/mean"]
+    assert reported == pytest.approx(np.mean(gaps[0] + gaps[1]), rel=1e-6)
+    assert abs(np.mean([np.mean(part) for part in gaps]) - reported) > 1e-3, "the mean of means is another"
+
+
+def test_evaluation_is_one_count_of_the_problems_of_all_ranks(one: Found, two: list[Found]) -> None:
+    evaluations = [events(run["local"], "evaluation") for run in (one, *two)]
+    for found in evaluations:
+        assert [event["accuracy"] for event in found] == [event["accuracy"] for event in evaluations[0]]
+        assert [event["problems"] for event in found] == [7] * 3  # before, after each update; odd on purpose
+    correct = [event["accuracy"] * 7 for event in evaluations[0]]
+    assert correct == pytest.approx([round(value) for value in correct])
+    assert 0 < max(correct) < 7
+
+
+def test_the_step_is_divided_once_by_the_tokens_of_all_ranks(two: list[Found]) -> None:
+    for number, rank in enumerate(two):
+        (event,) = events(rank["uneven"], "optimizer")
+        assert event["terms"]["loss/policy"] == 1.75  # (6 + 1) / 4; the mean of both ranks' means is 1.5
+        assert event["local_scored_tokens"] == (3, 1)[number]
+        assert event["global_scored_tokens"] == 4
+
+
+def test_ranks_with_five_and_six_packs_both_run_six_when_scoring_and_when_training(two: list[Found]) -> None:
+    scoring, training = [False] * 6, [True] * 6
+    for rank in two:
+        assert rank["five and six"]["forwards"] == scoring + training
+        assert rank["five and six scored"]["forwards"] == scoring
+        (event,) = events(rank["five and six"], "packing")
+        assert event["packs"] == 6
+        assert event["samples_per_pack"] == [1] * 6
+    real_tokens = [events(rank["five and six"], "packing")[0]["real_tokens"] for rank in two]
+    assert real_tokens == [39, 43]
+
+
+@pytest.mark.parametrize("run", ["three", "three scored"])
+def test_samples_that_do_not_divide_over_the_ranks_are_the_same_error_on_every_rank(
+    two: list[Found], run: str
+) -> None:
+    assert two[0][run]["ended"] == two[1][run]["ended"]
+    assert two[0][run]["ended"].startswith("Refusal: ")
+    assert "3 samples do not divide over 2 ranks" in two[0][run]["ended"]
+    assert two[0][run]["forwards"] == two[1][run]["forwards"] == []
+
+
+def test_a_step_that_is_not_finite_is_abandoned_by_both_ranks_alike(two: list[Found]) -> None:
+    initial = two[0]["published"]["given"][0]
+    for rank in two:
+        assert rank["huge abort"]["ended"].startswith("FloatingPointError: update 1: loss ")
+        assert rank["huge abort"]["ended"] == two[0]["huge abort"]["ended"]
+        assert rank["huge skip"]["ended"] is None
+        assert [event["stepped"] for event in events(rank["huge skip"], "optimizer")] == [False]
+        for run in ("huge abort", "huge skip"):
+            assert rank[run]["gradients"] == []
+            assert rank[run]["weights"] == initial
+
+
+def test_every_update_replays_every_recorded_route(one: Found, two: list[Found], four: list[Found]) -> None:
+    count = 0
+    for rank in (one, *two, *four):
+        for run in rank.values():
+            replayed = events(run, "replay") if isinstance(run, dict) and "events" in run else []
+            for event in replayed:
+                if event["rows"] == 0:
+                    continue  # supervised documents have no recorded routes
+                count += 1
+                assert event["mismatches"] == 0
+                assert event["coverage"] == 1.0
+    assert count > 30
+    tokens = sum(events(rank["packed"], "packing")[0]["real_tokens"] for rank in two)
+    assert events(two[0]["packed"], "replay")[0]["rows"] == 2 * tokens  # two layers with experts
+
+
+def test_two_ranks_generate_what_one_process_generates(one: Found, two: list[Found]) -> None:
+    want = one["rollout"]["samples"]
+    assert len(want) == 32
+    assert len({sample.tokens.tobytes() for sample in want}) > 24
+    assert {sample.reward for sample in want} == {0.0, 1.0}
+    for rank in two:
+        got = rank["rollout"]["samples"]
+        assert [sample.id for sample in got] == [sample.id for sample in want]
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine.tokens.tolist() == theirs.tokens.tolist()
+            assert mine.routes.tolist() == theirs.routes.tolist()
+            assert (mine.reward, mine.group, mine.finish_reason) == (
+                theirs.reward,
+                theirs.group,
+                theirs.finish_reason,
+            )
+            np.testing.assert_allclose(mine.behavior_logprobs, theirs.behavior_logprobs, atol=5e-6)
+
+
+def test_the_engine_agrees_with_the_packed_scoring_of_two_ranks(one: Found, two: list[Found]) -> None:
+    for rank in two:
+        scores = rank["scored"]["scores"]
+        gaps = []
+        for sample in rank["rollout"]["samples"]:
+            values = scores[sample.id]
+            scored = np.flatnonzero(sample.response_mask)
+            assert [t for t, value in enumerate(values) if value is not None] == scored.tolist()
+            gaps += [abs(values[t] - float(sample.behavior_logprobs[t])) for t in scored]
+            single = one["scored"]["scores"][sample.id]
+            np.testing.assert_allclose([values[t] for t in scored], [single[t] for t in scored], atol=5e-6)
+        assert len(gaps) > 100
+        assert np.mean(gaps) <= 1e-6
+        assert np.max(gaps) <= 5e-5
+
+
+def test_the_engine_still_agrees_after_an_update_was_published(two: list[Found]) -> None:
+    rows = two[0]["local"]["rows"]
+    assert [row["mismatch/mean"] <= 1e-6 for row in rows] == [True, True]
+    first, second = two[0]["local"]["gradients"]
+    assert difference(second, first) > 0.1
+    versions = [event["policy_versions"] for event in events(two[1]["local"], "optimizer")]
+    assert versions == [[0, 0], [1, 1]]
+
+
+def test_every_rank_is_given_the_same_weights_after_every_update(two: list[Found]) -> None:
+    given = two[0]["published"]["given"]
+    assert list(given) == [0, 1, 2]
+    assert len(set(given.values())) == 3
+    for rank in two:
+        assert rank["published"]["given"] == given
+        assert rank["published"]["held"] == given[2]
+
+
+def test_a_signal_to_one_rank_ends_both_with_a_checkpoint_and_resuming_loses_nothing(
+    two: list[Found],
+) -> None:
+    for rank in two:
+        assert rank["interrupted"]["ended"] == 75
+        assert rank["saved"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt", "step-2"]
+        assert rank["resumed"]["ended"] is None
+        assert rank["resumed"]["weights"] == rank["straight"]["weights"]
+        assert rank["resumed"]["weights"] != rank["interrupted"]["weights"]
+        steps = [event["step"] for event in events(rank["resumed"], "optimizer")]
+        assert steps == [1, 2, 3, 4]
+        decisions = [event["scoring"] for event in events(rank["resumed"], "optimizer")]
+        assert decisions == ["checked", "skipped", "checked", "skipped"]  # each process checks its first
+    straight, resumed = two[0]["straight"]["rows"], two[0]["resumed"]["rows"]
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4]
+    for name in ("loss/total", "grad/norm", "reward/mean", "mismatch/mean", "optim/lr"):
+        assert [row[name] for row in resumed] == [row[name] for row in straight], name

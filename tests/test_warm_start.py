@@ -1,0 +1,192 @@
+"""Recipes over files in one process: the warm start before training, supervised runs, and scoring."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_cases import LAYOUT, MODEL, config_of, fit, identical, masked, samples_of, write_files
+
+from olmo_rl.config import (
+    BatchConfig,
+    Config,
+    LossConfig,
+    OptimConfig,
+    PackingConfig,
+    PackingKind,
+    Recipe,
+    Reduction,
+    RolloutsConfig,
+    ScoringConfig,
+    Source,
+    TrainerConfig,
+    WarmStartConfig,
+)
+from olmo_rl.data.collate import collate
+from olmo_rl.data.packs import RouteMode
+from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.interop import load_weights
+from olmo_rl.training.checkpoints import complete_checkpoints
+from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.training.processes import run_ranks
+from olmo_rl.training.warm_start import warm_start
+from olmo_rl.types import Sample, Topology
+from recipes import score, sft, train
+
+WARM = WarmStartConfig(steps=2, lr=5e-3, samples_per_step=6)
+
+
+def warm_config(run_dir: Path, *, cache: Path, **sections: Any) -> Config:
+    fields: dict[str, Any] = {"warm_start": WARM, "cache_dir": str(cache)}
+    return config_of(run_dir, **(fields | sections))
+
+
+def cached(cache: Path) -> list[Path]:
+    return sorted((cache / "warm_start").glob("*"))
+
+
+def warmed(config: Config) -> str | None:
+    """Where the warm start of this configuration lies, made if need be."""
+    found: list[str | None] = []
+    run_ranks(lambda config: found.append(warm_start(config).init_from), config)
+    return found[0]
+
+
+def weights_of(path: Path | str) -> dict[str, torch.Tensor]:
+    decoder = HybridDecoder(MODEL, attention="reference")
+    load_weights(decoder, str(path))
+    return dict(decoder.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """One GRPO update after a warm start, by the recipe."""
+    run_dir = tmp_path_factory.mktemp("warm")
+    write_files(run_dir, [samples_of()])
+    # The gap of the files is 1.3; a demonstration's log-probs are far below -3.
+    scoring = ScoringConfig(max_behavior_gap=3.0)
+    config = warm_config(run_dir, cache=run_dir / "cache", scoring=scoring)
+    train.run(config)
+    return config
+
+
+def test_a_warm_start_is_not_part_of_the_updates_and_writes_nothing_into_the_run(trained: Config) -> None:
+    rows = read_metrics(Path(trained.run_dir) / "metrics.csv")
+    assert [row["step"] for row in rows] == [1]
+    assert [path.name for path in complete_checkpoints(trained.run_dir)] == ["step-1"]
+    meta = torch.load(complete_checkpoints(trained.run_dir)[0] / "meta.pt", weights_only=True)
+    assert meta["global_step"] == 1
+
+
+def test_training_starts_from_the_warmed_weights(trained: Config, tmp_path: Path) -> None:
+    (path,) = cached(Path(trained.cache_dir))
+    write_files(tmp_path / "run", [samples_of()])
+    warm = weights_of(path)
+    run = fit(config_of(tmp_path / "run", init_from=str(path)))
+    assert identical(run.recorder.weights[0], warm)
+    assert identical(run.weights, weights_of(complete_checkpoints(trained.run_dir)[0]))
+    initial = HybridDecoder(MODEL, attention="reference")
+    initial.init_weights(trained.seed)
+    assert not identical(warm, dict(initial.named_parameters()))
+
+
+def test_an_equal_configuration_uses_the_cached_weights_and_says_so(
+    trained: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = cached(Path(trained.cache_dir))
+    before = path.stat().st_mtime_ns
+    write_files(tmp_path / "run", [samples_of(seed=4)])
+    unrelated = LossConfig(clip_high=0.4, tis_high=2.0)
+    again = warm_config(tmp_path / "run", cache=Path(trained.cache_dir), loss=unrelated)
+    assert warmed(again) == str(path)
+    assert "made earlier by the same configuration" in capsys.readouterr().out
+    assert cached(Path(trained.cache_dir)) == [path]
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"warm_start": replace(WARM, lr=1e-3)},
+        {"loss": LossConfig(reduction=Reduction.response)},
+        {"loss": LossConfig(router_aux_weight=0.01)},
+        {"seed": 3},
+        {"optim": OptimConfig(lr=1e-2, warmup_steps=0, max_grad_norm=0.1)},
+    ],
+    ids=["rate", "reduction", "router", "seed", "clipping"],
+)
+def test_whatever_shapes_the_warmed_weights_makes_new_ones(
+    trained: Config, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    (path,) = cached(Path(trained.cache_dir))
+    other = warmed(warm_config(tmp_path / "run", cache=tmp_path / "cache", **sections))
+    assert other is not None
+    assert Path(other).name != path.name
+    assert not identical(load_file(other), load_file(path))
+
+
+def test_a_resumed_run_is_not_warmed_again(trained: Config, tmp_path: Path) -> None:
+    resumed = replace(trained, ckpt_path="last", cache_dir=str(tmp_path / "cache"))
+    assert warmed(resumed) is None
+    assert cached(tmp_path / "cache") == []
+
+
+def test_supervised_updates_lower_the_cross_entropy_and_report_no_engine_agreement(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path / "run",
+        recipe=Recipe.sft,
+        rollouts=RolloutsConfig(source=Source.local),
+        batch=BatchConfig(samples_per_step=8),
+        packing=PackingConfig(kind=PackingKind.consecutive),
+        trainer=TrainerConfig(max_steps=8),
+        scoring=ScoringConfig(max_behavior_gap=0.01),
+    )
+    sft.run(config)
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[-1]["loss/cross_entropy"] < rows[0]["loss/cross_entropy"] - 0.3
+    assert rows[0]["loss/total"] == rows[0]["loss/cross_entropy"]
+    assert not any(name.startswith(("mismatch/", "replay/")) for name in rows[0])
+    assert rows[0]["packing/packs"] < 8
+
+
+def logprobs_alone(decoder: HybridDecoder, sample: Sample) -> list[float | None]:
+    pack = collate([sample], layout=LAYOUT, topology=Topology(1))
+    with torch.no_grad():
+        logits = decoder(pack["tokens"], pack.context(mode=RouteMode.replay), None).logits
+    logprobs = logits.double().log_softmax(-1)
+    return [
+        float(logprobs[t - 1, token]) if sample.scored[t] else None
+        for t, token in enumerate(sample.tokens.tolist())
+    ]
+
+
+def test_scoring_writes_one_line_a_sample_with_the_policys_log_probs(tmp_path: Path) -> None:
+    first, second = samples_of(seed=1, prefix="a"), samples_of(seed=2, prefix="b")
+    first[2] = masked(first[2], keep=(5, 7))
+    first[4] = masked(first[4])
+    write_files(tmp_path / "run", [first, second])
+    config = config_of(
+        tmp_path / "run",
+        recipe=Recipe.score,
+        packing=PackingConfig(kind=PackingKind.consecutive, max_tokens=20),
+        batch=BatchConfig(samples_per_step=4),
+    )
+    score.run(config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
+    assert [line["sample_id"] for line in lines] == [sample.id for sample in [*first, *second]]
+    decoder = HybridDecoder(MODEL, attention="reference")
+    decoder.init_weights(config.seed)
+    for line, sample in zip(lines, [*first, *second], strict=True):
+        expected = logprobs_alone(decoder, sample)
+        found = line["policy_logprobs"]
+        assert [value is None for value in found] == [value is None for value in expected]
+        both = [(a, b) for a, b in zip(found, expected, strict=True) if b is not None]
+        assert all(math.isclose(a, b, abs_tol=1e-5) for a, b in both)
+    assert not (tmp_path / "run" / "metrics.csv").exists()
