@@ -1,17 +1,20 @@
 """Update time with and without balancing: `python -m recipes.bench_balance [--updates N]`.
 
 The model and topology of `+experiment=balanced_moe`: four processes, EP2, the same files in every arm, whose
-lengths and routes follow the planner's synthetic law, scaled to the model's context. Rounds: every arm once,
-then every arm again in another order, so that a slow moment of the machine does not fall on one arm. A round
-leaves out its first update. Time of one update: planning that the update waits for, forward, backward, step.
+lengths and routes follow the planner's synthetic law, scaled to the model's context. The same ranks train all
+arms in turns, each turn in another order, so that a slow moment of the machine does not fall on one arm. Each
+arm leaves out its first update of a turn. Time of one update: planning that the update waits for,
+forward, backward, step.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import io
 import json
-import multiprocessing
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,15 +25,18 @@ from rich.console import Console
 from rich.table import Table
 
 from olmo_rl.cli import compose
-from olmo_rl.config import BalanceKind, Config
+from olmo_rl.config import BalanceConfig, BalanceKind, Config
 from olmo_rl.data.files import write_collection
 from olmo_rl.planning.search import warm_up
 from olmo_rl.planning.synthetic import synthetic_collection
+from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.training.processes import run_ranks
+from recipes.train import train
 
 ARMS = tuple(kind.value for kind in BalanceKind)
 CONTEXT = 256  # tokens of the longest sample
 SAMPLES = 64
-ROUNDS = 2
+TURNS = len(ARMS)  # every arm runs once at every place of a turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,24 +52,36 @@ class Update:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes.bench_balance", description=__doc__)
-    parser.add_argument("--updates", type=int, default=3, help="measured updates of each arm in each round")
+    parser.add_argument("--updates", type=int, default=2, help="measured updates of each arm in each turn")
     options = parser.parse_args(arguments)
-    found: dict[str, list[Update]] = {arm: [] for arm in ARMS}
+    updates = options.updates + 1
     with tempfile.TemporaryDirectory() as scratch:
-        rollouts = Path(scratch) / "rollouts"
-        for step in range(options.updates + 1):
-            write_step(step, rollouts=rollouts)
-        for turn in range(ROUNDS):
-            for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
-                print(f"round {turn + 1} of {ROUNDS}: {arm} ...", flush=True)
-                run_dir = f"{scratch}/{arm}-{turn}"
-                config = arm_config(arm, rollouts=rollouts, run_dir=run_dir, updates=options.updates + 1)
-                warm_up(config.balance)  # compile here, once, so that no arm waits for a cold cache
-                found[arm] += measure(config)
+        for step in range(updates):
+            write_step(step, directory=scratch)
+        config = arm_config("none", turn=0, directory=scratch, updates=updates)
+        bench = importlib.import_module("recipes.bench_balance")  # by a name that the ranks can import
+        run_ranks(bench.train_arms, config)
+        found = {
+            arm: [update for turn in range(TURNS) for update in read_updates(Path(scratch) / f"{arm}-{turn}")]
+            for arm in ARMS
+        }
     Console(width=110).print(report(found))
 
 
-def arm_config(arm: str, *, rollouts: Path, run_dir: str, updates: int) -> Config:
+def train_arms(config: Config) -> None:
+    """One rank: every arm, without its closing table. Kernels are compiled before, once."""
+    for kind in BalanceKind:
+        warm_up(BalanceConfig(kind=kind))
+    directory, updates = str(Path(config.run_dir).parent), config.trainer.max_steps
+    for turn in range(TURNS):
+        for arm in (*ARMS[turn:], *ARMS[:turn]):
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(f"turn {turn + 1} of {TURNS}: {arm}", flush=True)
+            with contextlib.redirect_stdout(io.StringIO()):
+                train(arm_config(arm, turn=turn, directory=directory, updates=updates))
+
+
+def arm_config(arm: str, *, turn: int, directory: str, updates: int) -> Config:
     """`balanced_moe` over files with a context that holds the scaled law, and one arm's planner."""
     overrides = [
         "+experiment=balanced_moe",
@@ -71,7 +89,7 @@ def arm_config(arm: str, *, rollouts: Path, run_dir: str, updates: int) -> Confi
         f"model.max_seq_len={CONTEXT}",
         "packing.max_tokens=1024",
         "rollouts=files",
-        f"rollouts.path='{rollouts}'",
+        f"rollouts.path='{directory}/rollouts'",
         f"batch.samples_per_step={SAMPLES}",
         f"trainer.max_steps={updates}",
         "warm_start.steps=0",
@@ -79,29 +97,21 @@ def arm_config(arm: str, *, rollouts: Path, run_dir: str, updates: int) -> Confi
         "callbacks.progress=false",
         "callbacks.pictures=false",
     ]
-    return compose(overrides, run_dir=run_dir)
+    return compose(overrides, run_dir=f"{directory}/{arm}-{turn}")
 
 
-def write_step(step: int, *, rollouts: Path) -> None:
-    config = arm_config("none", rollouts=rollouts, run_dir="", updates=1)
+def write_step(step: int, *, directory: str) -> None:
+    config = arm_config("none", turn=0, directory=directory, updates=1)
     layout = config.model.expert_layout
     assert layout is not None, "balanced_moe has experts"
     collection = synthetic_collection(
         SAMPLES, layout=layout, seed=step, group_size=config.rollouts.group_size, longest=CONTEXT
     )
-    write_collection(collection, rollouts / f"collection-{step:05d}.parquet")
+    write_collection(collection, Path(directory) / "rollouts" / f"collection-{step:05d}.parquet")
 
 
-def measure(config: Config) -> list[Update]:
-    """Train in fresh processes; every update after the first."""
-    process = multiprocessing.get_context("spawn").Process(target=train_quietly, args=(config,))
-    process.start()
-    process.join()
-    if process.exitcode != 0:
-        raise SystemExit(process.exitcode or 1)
-    from olmo_rl.training.metrics_csv import read_metrics
-
-    directory = Path(config.run_dir)
+def read_updates(directory: Path) -> list[Update]:
+    """Every update of one turn of one arm after the first."""
     rows = read_metrics(directory / "metrics.csv")[1:]
     lines = (directory / "training_contract_rank0.jsonl").read_text().splitlines()
     balance = [event for event in map(json.loads, lines) if event["event"] == "expert_balance"][1:]
@@ -115,15 +125,6 @@ def measure(config: Config) -> list[Update]:
         )
         for row, event in zip(rows, balance, strict=True)
     ]
-
-
-def train_quietly(config: Config) -> None:
-    """One arm, without its closing table."""
-    from recipes.train import run
-
-    Path(config.run_dir).mkdir(parents=True)
-    with open(Path(config.run_dir) / "out", "w") as out, contextlib.redirect_stdout(out):
-        run(config)
 
 
 def report(found: dict[str, list[Update]]) -> Table:

@@ -70,8 +70,8 @@ def run(config: Config) -> None:
     if experts.known:
         placement, layers = experts.placement()
         notes.append(
-            f"balance/placement_floor {placement.floor:.3f}: busiest EP rank over the mean one with experts "
-            f"where they are, whatever the packs; longest first would reach {placement.reached:.3f}"
+            f"balance/placement_floor {placement.floor:.3f}: busiest EP rank / mean, whatever the packs; "
+            f"longest first: {placement.reached:.3f}"
         )
         if config.balance.write_permutation is not None:
             written.append(Path(config.balance.write_permutation))

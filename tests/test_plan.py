@@ -15,6 +15,8 @@ import pytest
 from matplotlib.image import imread
 
 from olmo_rl.config import (
+    BalanceConfig,
+    BalanceKind,
     BatchConfig,
     Config,
     LossConfig,
@@ -31,6 +33,8 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.files import read_collection, write_collection
 from olmo_rl.data.validation import checked_routes
+from olmo_rl.planning.cost_model import CostModel, write_cost_model
+from olmo_rl.planning.load_picture import column_loads
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import measure, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
@@ -333,7 +337,7 @@ def test_a_searched_plan_is_reported_beside_the_order_of_arrival(capsys: pytest.
     }
     print_report([block], topology=topology, budget=10, untouched_tail=[], notes=["[not markup] 3 %"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["0", "arrival", "88.7%", "2", "x", "2", "1.0", "0.500", "18", "+80%", "162", "+98%"] in rows
+    assert ["0", "arrival", "88.4%", "2", "x", "2", "1.0", "0.500", "18", "+80%", "162", "+98%"] in rows
     assert ["planned", "0.0%", "2", "x", "1", "2.0", "1.000", "10", "+0%", "82", "+0%"] in rows
     assert ["bound", "0.0%", "2", "x", "1", "10", "82"] in rows
     log = "Step 0: 5 proposals, 1 accepted, stopped by bounds; rejected by pair_work 2"
@@ -512,3 +516,95 @@ def test_the_command_refuses_bad_data_with_exit_code_2_and_leaves_only_hydras_fi
     done = subprocess.run(roomy, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["blocks"][0]["packs_per_rank"] == 2
+
+
+def balanced(path: Path, run_dir: Path, **balance: Any) -> Config:
+    """Four ranks, EP2, the annealing planner with a fixed number of proposals."""
+    return config_of(
+        path,
+        run_dir,
+        packing=PackingConfig(kind=PackingKind.consecutive, max_tokens=40),
+        plan=PlanConfig(world_size=4, ep_degree=2),
+        balance=BalanceConfig(kind=BalanceKind.anneal, proposals=500, seconds=float("inf"), **balance),
+    )
+
+
+FOUR = ExpertLayout(num_experts=4, top_k=2, routed_layers=(0, 2))
+UNEVEN = [9, 14, 3, 22, 17, 5, 8, 30, 12, 6, 19, 4, 25, 7, 11, 16]
+
+
+def test_a_balanced_plan_reports_bound_log_times_and_the_placement_floor_and_draws_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_file(tmp_path / "c.parquet", UNEVEN, layout=FOUR)
+    permutation = tmp_path / "deep" / "placement.json"
+    document = planned(balanced(path, tmp_path / "run", write_permutation=str(permutation)))
+    block = document["blocks"][0]
+    assert block["after"]["expert_work"] < block["before"]["expert_work"]
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows if row[:1] in (["planned"], ["bound"])] == ["planned", "bound"]
+    log = " ".join(out.split())
+    assert "Step 0: start " in log
+    assert "500 proposals" in log
+    assert all(f"{part} " in log.partition("; ms: ")[2] for part in ("count", "start", "search", "verify"))
+    # The floor against its definition, and the file: every layer holds every expert once.
+    samples = read_collection(path, require_routes=True).samples
+    loads = collection_loads(samples, layout=FOUR, topology=Topology(4, 2)).sum(axis=0)
+    floor = loads.max(axis=0).sum() / loads.mean(axis=0).sum()
+    assert f"balance/placement_floor {floor:.3f}: " in out
+    placement = json.loads(permutation.read_text())
+    assert placement["floor"] == pytest.approx(floor)
+    assert 1 <= placement["reached"] <= placement["floor"]
+    assert {layer: sorted(row) for layer, row in placement["permutation"].items()} == {
+        "0": [0, 1, 2, 3],
+        "2": [0, 1, 2, 3],
+    }
+    picture = imread(tmp_path / "run" / "loads.png")
+    assert picture.shape[1] > 1000
+    red = (picture[..., 0] > 0.8) & (picture[..., 1] < 0.25) & (picture[..., 2] < 0.25)
+    half = picture.shape[1] // 2
+    assert red[:, :half].any(), "expert work of the order of arrival"
+    assert red[:, half:].any(), "expert work of the plan"
+
+
+def test_column_loads_add_up_to_all_assignments_and_never_exceed_the_expert_work() -> None:
+    loads = np.zeros((4, 2, 2), dtype=np.int32)
+    loads[:, 0, 0], loads[:, 1, 1] = [3, 1, 2, 5], [1, 7, 0, 2]
+    plan_of = PackPlan(packs=(((0,),), ((1,),), ((2,),), ((3,),)))
+    ranks, work = column_loads(plan_of, loads=loads, topology=Topology(4, 2))
+    assert ranks.tolist() == [[4, 8, 7, 2]]
+    assert work.tolist() == [7 + 8], "the busiest rank of layer 0 and of layer 1"
+
+
+def test_a_cost_model_predicts_seconds_in_the_report_and_refuses_what_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_file(tmp_path / "c.parquet", UNEVEN, layout=FOUR)
+    block = planned(balanced(path, tmp_path / "first"))["blocks"][0]
+    names = ("expert_work", "token_work", "pair_work")
+    works = [
+        {n: block[when][n] for n in names} | {"columns": block[when]["packs_per_rank"]}
+        for when in ("before", "after")
+    ]
+    model = CostModel(
+        world_size=4,
+        ep_degree=2,
+        weights={"expert_work": 0.001, "token_work": 0.01, "pair_work": 0.0, "columns": 0.5, "update": 2.0},
+        ranges={n: (min(w[n] for w in works), max(w[n] for w in works)) for n in works[0]},
+        held_out=0.05,
+        measured=20,
+    )
+    file = tmp_path / "model.json"
+    write_cost_model(model, file)
+    capsys.readouterr()
+    planned(balanced(path, tmp_path / "second", cost_model=str(file)))
+    out = capsys.readouterr().out
+    for name, work in zip(("arrival", "planned"), works, strict=True):
+        seconds = 2 + 0.001 * work["expert_work"] + 0.01 * work["token_work"] + 0.5 * work["columns"]
+        assert f"Update time, step 0, {name}: {seconds:.3f} s" in out
+    assert "20 measured updates, held-out error 5.0 %" in out
+    write_cost_model(replace(model, ranges=model.ranges | {"token_work": (1.0, 2.0)}), file)
+    with pytest.raises(Refusal, match="step 0, arrival: token_work .* outside the measured 1..2"):
+        plan.run(balanced(path, tmp_path / "third", cost_model=str(file)))
+    assert list((tmp_path / "third").iterdir()) == []

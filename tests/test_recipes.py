@@ -236,18 +236,18 @@ def test_one_process_scores_what_two_ranks_generated(rolled: Ended, here: Here, 
 
 
 def test_validate_accepts_the_experiment_and_tells_every_refusal_of_a_bad_one(here: Here) -> None:
-    done = here(PACKED, "recipe=validate")
+    done = here(PACKED, "recipe=validate", "run_name=v")
     assert done.code == 0
-    assert "packed_moe: nothing is refused" in done.out
+    assert "v: nothing is refused" in done.out
     wrong = ("policy.attention=torch", "packing.max_tokens=8", "trainer.devices=3")
-    done = here(PACKED, "recipe=validate", *wrong)
+    done = here(PACKED, "recipe=validate", "run_name=v", *wrong)
     assert done.code == 2
     for words in (
         "policy.attention=torch packing=consecutive: ",
         "packing.max_tokens=8 model.max_seq_len=64: ",
         "strategy.ep_degree=2 trainer.devices=3 ",
-        "batch.samples_per_step=512 trainer.devices=3: ",
-        "warm_start.samples_per_step=128 trainer.devices=3: ",
+        "batch.samples_per_step=512 trainer.devices=3 ",
+        "warm_start.samples_per_step=128 trainer.devices=3 ",
     ):
         assert done.err.count(words) == 1, words
 

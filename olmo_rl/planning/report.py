@@ -150,7 +150,7 @@ def print_report(
     console.print(plan_table(blocks, title=title))
     console.print("Percentages: above the lower bound, which divides samples and may be out of reach.")
     for line in search_lines(blocks):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, markup=False)
     if untouched_tail:
         console.print(f"Left out: {len(untouched_tail)} samples at the end of collections, no complete step.")
     for note in notes:
