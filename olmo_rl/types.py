@@ -201,7 +201,7 @@ class PackPlan:
         for rank, packs in enumerate(self.packs):
             if self.search is None:
                 arrival = list(range(rank, len(lengths), self.world_size))
-                assert [i for pack in packs for i in pack] == arrival, f"rank {rank} reorders its samples"
+                assert [i for pack in packs for i in pack] == arrival, f"rank {rank}: not in order of arrival"
             for column, pack in enumerate(packs):
                 assert pack, f"rank {rank} column {column} is an empty pack"
                 tokens = sum(int(lengths[i]) for i in pack)
