@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from olmo_rl.config import Config, Source
+from olmo_rl.data.preflight import refuse_files
 from olmo_rl.training.build import LocalRollouts, build_local, build_loggers, build_trainer
 from olmo_rl.training.callbacks import ContractLog, Evaluation, PackPicture, ProgressDisplay
 from olmo_rl.training.checkpoints import EXIT_INTERRUPTED, Checkpoints, resolve_checkpoint
@@ -34,7 +35,8 @@ CLOSING_METRICS = (
 
 
 def run(config: Config) -> None:
-    """Start the ranks of this job; every rank runs `train`."""
+    """Look at the files, then start the ranks of this job; every rank runs `train`."""
+    refuse_files(config)
     run_ranks(train, config)
 
 

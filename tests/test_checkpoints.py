@@ -224,6 +224,9 @@ def test_a_half_written_checkpoint_is_never_chosen(straight: Run, tmp_path: Path
     config = replace(straight.config, ckpt_path="last", run_dir=str(tmp_path))
     for name in ("step-2", "step-10", "step-11.incomplete", "step-final"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        for part in (".metadata", "meta.pt"):
+            (tmp_path / "checkpoints" / name / part).touch()
+    (tmp_path / "checkpoints" / "step-12").mkdir()  # renamed, then damaged
     assert resolve_checkpoint(config) == str(tmp_path / "checkpoints" / "step-10")
 
 

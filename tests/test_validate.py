@@ -400,3 +400,11 @@ def test_a_sweep_file_sweeps_without_a_flag(here: Path, capsys: pytest.CaptureFi
         for job in range(4)
     ]
     assert budgets == [256, 512, 1024, 2048]
+
+
+def test_a_run_that_would_stop_inside_a_file_is_refused_with_the_ends_of_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_file(tmp_path / f"{name}.parquet", lengths=[4, 5, 6, 7])
+    with pytest.raises(Refusal, match=r"trainer.max_steps=3 ends inside .*b.parquet.*choose 2 or 4"):
+        validate.run(files(tmp_path, "batch.samples_per_step=2", "trainer.max_steps=3"))
+    validate.run(files(tmp_path, "batch.samples_per_step=2", "trainer.max_steps=2"))

@@ -71,7 +71,13 @@ def read_collection(
     if not path.is_file():
         raise Refusal(f"{path}: there is no such file")
     read = read_parquet if path.suffix == ".parquet" else _read_jsonl
-    metadata, records, has_routes = read(path, require_routes)
+    try:
+        metadata, records, has_routes = read(path, require_routes)
+    except (KeyError, TypeError, OverflowError, RecursionError, UnicodeDecodeError) as error:
+        raise Refusal(
+            f"{path}: a value that no rollout file holds ({type(error).__name__}: {error})"
+            "was it written by recipe=rollout or `write_collection`?"
+        ) from error
     known = metadata.layout or layout
     if require_routes and known is None:
         raise Refusal(

@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from olmo_rl.config import Config
+from olmo_rl.config import Config, Recipe
 from olmo_rl.data.files import check_layout, collection_paths, read_collection
 from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import load_tokenizer
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.types import Collection, Refusal, Topology
 
+MAX_SEED = 2**32 - 1  # of Lightning and NumPy
 _PROMPTS = 64  # training prompts whose length is looked at
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ class Findings:
     longest: int = 0
     updates: int = 0
     most_updates: int = 0  # of one file
+    boundaries: dict[int, Path] = field(default_factory=dict)  # updates at a file's end -> the file
     notes: list[str] = field(default_factory=list)
 
     def collect(self, job: Callable[[], T]) -> T | None:
@@ -61,17 +63,45 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
             updates = findings.collect(partial(_plan, collection, config=config)) or 0
             findings.updates += updates
             findings.most_updates = max(findings.most_updates, updates)
+            if updates:
+                findings.boundaries[findings.updates] = file
     if plan and findings.files and not findings.updates and not findings.reasons:
         findings.reasons.append(
             f"{path}: no collection holds the batch.samples_per_step={config.batch.samples_per_step} samples "
             "of one update: lower it"
         )
+    if plan and config.recipe in (Recipe.train, Recipe.validate):
+        findings.reasons.extend(_stops_inside(config, findings.boundaries))
+
+
+def _stops_inside(config: Config, boundaries: Mapping[int, Path]) -> Iterator[str]:
+    """Checkpoints fall on the ends of files: a run that stops elsewhere would lose its last updates."""
+    steps = config.trainer.max_steps
+    later = [count for count in boundaries if count > steps]
+    if steps in boundaries or not later or config.batch.filter_zero_variance or config.batch.filter_truncated:
+        return
+    earlier = [count for count in boundaries if count < steps]
+    choices = [*earlier[-1:], min(later)]
+    yield (
+        f"trainer.max_steps={steps} ends inside {boundaries[min(later)]}, where no checkpoint can be saved: "
+        f"choose {' or '.join(map(str, choices))}"
+    )
+
+
+def refuse_files(config: Config) -> None:
+    """Raise one Refusal of everything that the files of this run would be refused for, before anything
+    starts.
+    """
+    findings = Findings()
+    look_into_files(config, findings, plan=True)
+    if findings.reasons:
+        raise Refusal(findings.reasons)
 
 
 def look_into_task(config: Config, findings: Findings) -> None:
     """Build the task and the tokenizer where the run needs them; they must fit the model."""
-    if not (config.generates or config.warm_start.steps > 0):
-        return
+    if not (config.generates or config.warm_start.steps > 0) or not 0 <= config.seed <= MAX_SEED:
+        return  # a seed out of range has a row of its own in the table of refusals
     model = config.model
     tokenizer = findings.collect(lambda: load_tokenizer(model.tokenizer))
     task = findings.collect(lambda: build_task(config.task, seed=config.seed))

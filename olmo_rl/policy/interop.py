@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -35,7 +36,10 @@ def load_weights(decoder: nn.Module, path: str) -> None:
     expected = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     tied = decoder.state_dict().keys() - expected.keys()  # further names of weights that are there already
     if location.is_file():
-        found = load_file(location)
+        try:
+            found = load_file(location)
+        except SafetensorError as error:
+            raise Refusal(f"init_from={path}: not a safetensors file ({error})") from None
     elif (location / ".metadata").is_file():
         found = _read_checkpoint(location, expected)
     else:
@@ -53,6 +57,14 @@ def _read_checkpoint(location: Path, expected: Mapping[str, Tensor]) -> dict[str
     stored = dcp.FileSystemReader(location).read_metadata().state_dict_metadata
     prefix = f"state_dict.{CHECKPOINT_PREFIX}"
     names = [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
+    shapes = {name: getattr(stored[prefix + name], "size", None) for name in names}
+    strange = [name for name in names if name in expected and expected[name].shape != shapes[name]]
+    if strange:
+        name = strange[0]
+        raise Refusal(
+            f"init_from={location}: {name} has shape {tuple(shapes[name] or ())}, the model "
+            f"{tuple(expected[name].shape)} ({len(strange)} such weights): they are of another model"
+        )
     model = {CHECKPOINT_PREFIX + name: torch.empty_like(expected[name]) for name in names if name in expected}
     dcp.load({"state_dict": model}, checkpoint_id=location, no_dist=True)
     found = {name.removeprefix(CHECKPOINT_PREFIX): tensor for name, tensor in model.items()}

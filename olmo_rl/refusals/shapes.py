@@ -50,6 +50,14 @@ NUMBERS = (
         planning=True,
     ),
     Rule(
+        keys=("seed",),
+        refuses="more than the random generators take",
+        fix="give a seed below 2**32",
+        example=("seed=4294967296",),
+        when=lambda c: c.seed >= 2**32,
+        planning=True,
+    ),
+    Rule(
         keys=(
             *under("model", "rope_theta route_scale norm_eps init_std"),
             *under("rollouts", "temperature"),

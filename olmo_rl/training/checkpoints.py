@@ -22,6 +22,7 @@ from olmo_rl.config import Config
 from olmo_rl.types import Refusal
 
 SCRATCH = ".incomplete"
+WHOLE = (".metadata", "meta.pt")  # written last: shards lie beside them
 EXIT_INTERRUPTED = 75
 
 
@@ -32,7 +33,11 @@ def checkpoint_directory(run_dir: str | Path) -> Path:
 def complete_checkpoints(run_dir: str | Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
     directory = checkpoint_directory(run_dir)
-    found = [path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    found = [
+        path
+        for path in directory.glob("step-*")
+        if path.name.removeprefix("step-").isdigit() and all((path / name).is_file() for name in WHOLE)
+    ]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
