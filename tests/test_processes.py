@@ -121,6 +121,7 @@ def test_one_rank_runs_in_this_process_and_leaves_no_group_behind(tmp_path: Path
 def refuse_in_rank_1(config: Config) -> None:
     ignore_sigterm_and_report_pid(config)
     if rank() == 1:
+        wait_for_files(Path(config.run_dir), "pid0")  # or rank 0 may be ended before it has become stubborn
         raise Refusal(["sample 7 is too long: shorten it", "sample 8 too"])
     sleep_until_ended()
 
