@@ -1,38 +1,202 @@
-"""What each attention backend can do, as data: no torch here, so that a login node can refuse a
+"""What each backend of a mixer can do, as data: no torch here, so that a login node can refuse a
 configuration.
+
+Owns the two tables of capabilities, what `auto` stands for, and what a machine lacks to run a configuration.
+Refused where a run starts, by name and with the command to install it: a package that the chosen backend
+needs and a compiler that `policy.compile` needs. Everything else is judged for the CONFIGURED device by
+`refusals`.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
+
+from olmo_rl.choices import LayerType
+from olmo_rl.config import Config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionBackend:
-    """A capability row. `documents`: honours document boundaries. `needs`: what must be importable, None =
-    torch.
+class Backend:
+    """A capability row. `head_multiple`, `head_max`: head widths it takes. `documents`: honours document
+    boundaries; `sliding`: a window of the last tokens. `module`: what must be importable, None = nothing
+    beside torch, and `install` how to get it. `computes`: compute capabilities of the GPU, from and to
+    (exclusive).
     """
 
     name: str
     devices: frozenset[str]
     dtypes: frozenset[str]
     documents: bool
-    needs: str | None = None
+    sliding: bool = True
+    head_multiple: int = 1
+    head_max: int | None = None
+    module: str | None = None
+    install: str | None = None
+    computes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (99, 0))
+
+    def takes(self, *, device: str, dtype: str, head_dim: int, sliding: bool = False) -> bool:
+        """Whether it runs on this kind of device, in this dtype, with heads of this width, and with a sliding
+        window where a layer has one.
+        """
+        fits = head_dim % self.head_multiple == 0 and (self.head_max is None or head_dim <= self.head_max)
+        return device in self.devices and dtype in self.dtypes and fits and (self.sliding or not sliding)
 
 
+_ANY = frozenset({"cpu", "cuda"})
+_CUDA = frozenset({"cuda"})
 _ALL = frozenset({"float32", "float64", "bfloat16", "float16"})
+_HALF = frozenset({"bfloat16", "float16"})
 
-ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
+ATTENTION_BACKENDS: dict[str, Backend] = {
     row.name: row
     for row in (
-        AttentionBackend(name="torch", devices=frozenset({"cpu", "cuda"}), dtypes=_ALL, documents=False),
-        AttentionBackend(name="reference", devices=frozenset({"cpu", "cuda"}), dtypes=_ALL, documents=True),
+        Backend(name="torch", devices=_ANY, dtypes=_ALL, documents=False),
+        Backend(name="reference", devices=_ANY, dtypes=_ALL, documents=True),
+        Backend(
+            name="varlen",
+            devices=_CUDA,
+            dtypes=_HALF,
+            documents=True,
+            head_multiple=8,
+            head_max=256,
+            computes=((8, 0), (99, 0)),
+        ),
+        Backend(
+            name="flash_2",
+            devices=_CUDA,
+            dtypes=_HALF,
+            documents=True,
+            head_multiple=8,
+            head_max=256,
+            module="flash_attn.flash_attn_interface",  # flash-attn 4 brings a package flash_attn of its own
+            install="pip install flash-attn==2.8.3 --no-build-isolation",
+            computes=((8, 0), (99, 0)),
+        ),
+        Backend(
+            name="flash_3",
+            devices=_CUDA,
+            dtypes=_HALF,
+            documents=True,
+            head_multiple=8,
+            head_max=256,
+            module="flash_attn_interface",
+            install="git clone https://github.com/Dao-AILab/flash-attention && "
+            "pip install --no-build-isolation ./flash-attention/hopper",
+            computes=((9, 0), (10, 0)),
+        ),
+        Backend(
+            name="flash_4",
+            devices=_CUDA,
+            dtypes=_HALF,
+            documents=True,
+            head_multiple=8,
+            head_max=128,
+            module="flash_attn.cute",
+            install="pip install -c constraints.txt -e '.[flash]'",
+            computes=((9, 0), (99, 0)),
+        ),
+    )
+}
+
+LINEAR_BACKENDS: dict[str, Backend] = {
+    row.name: row
+    for row in (
+        Backend(name="reference", devices=_ANY, dtypes=_ALL, documents=True, sliding=False),
+        Backend(
+            name="fla",
+            devices=_CUDA,
+            dtypes=_HALF,
+            documents=True,
+            sliding=False,
+            head_multiple=8,
+            head_max=256,
+            module="fla",
+            install="pip install -c constraints.txt -e '.[fla]'",
+            computes=((8, 0), (99, 0)),
+        ),
     )
 }
 
 
-def choose_attention(requested: str, *, packed: bool) -> str:
-    """The backend that `policy.attention=auto` stands for; any other name is returned as it is."""
+def device_of(config: Config) -> str:
+    """The kind of device that the configuration asks for."""
+    return "cuda" if config.trainer.accelerator == "gpu" else "cpu"
+
+
+def attention_fits(config: Config, *, name: str) -> bool:
+    """Whether an attention backend runs this model's heads and windows on the configured device and dtype."""
+    return ATTENTION_BACKENDS[name].takes(
+        device=device_of(config),
+        dtype=config.policy.dtype.value,
+        head_dim=config.model.head_dim,
+        sliding=LayerType.sliding_attention in config.model.layer_types,
+    )
+
+
+def linear_fits(config: Config, *, name: str) -> bool:
+    """The same for a backend of linear attention."""
+    return LINEAR_BACKENDS[name].takes(
+        device=device_of(config), dtype=config.policy.dtype.value, head_dim=config.model.kda_head_dim
+    )
+
+
+def attention_of(config: Config) -> str:
+    """The backend of full and sliding attention. `auto`: rows of one sample need no boundaries; rows with
+    documents take the kernel that comes with torch where it fits, else the reference.
+    """
+    requested = config.policy.attention.value
     if requested != "auto":
         return requested
-    return "reference" if packed else "torch"
+    if not config.packed:
+        return "torch"
+    return "varlen" if attention_fits(config, name="varlen") else "reference"
+
+
+def linear_of(config: Config) -> str:
+    """The backend of linear attention. `auto`: the kernels of flash-linear-attention where they fit."""
+    requested = config.policy.linear_attention.value
+    if requested != "auto":
+        return requested
+    return "fla" if linear_fits(config, name="fla") else "reference"
+
+
+def backends_of(config: Config) -> dict[str, Backend]:
+    """The rows that this model's layers use, by the key that chooses them."""
+    used: dict[str, Backend] = {}
+    kinds = set(config.model.layer_types)
+    if kinds - {LayerType.linear_attention}:
+        used["policy.attention"] = ATTENTION_BACKENDS[attention_of(config)]
+    if LayerType.linear_attention in kinds:
+        used["policy.linear_attention"] = LINEAR_BACKENDS[linear_of(config)]
+    return used
+
+
+def importable(module: str) -> bool:
+    """Whether `module` is installed, found without importing it (its parents are imported)."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def missing(config: Config) -> list[str]:
+    """What THIS machine lacks to run an accepted configuration, one line each, with the command to get it."""
+    lacking = []
+    for key, row in backends_of(config).items():
+        if row.module is not None and not importable(row.module):
+            lacking.append(
+                f"{key}: {row.name} needs {row.module}, which is not installed: {row.install}, or set "
+                f"{key}=reference"
+            )
+    if config.policy.compile:
+        name, variable = ("g++", "CXX") if device_of(config) == "cpu" else ("gcc", "CC")
+        compiler = os.environ.get(variable, name)
+        if shutil.which(compiler) is None:
+            lacking.append(
+                f"policy.compile=true needs a C++ compiler, and {compiler} is not installed: apt-get install "
+                f"g++, or name another in the environment variable {variable}, or leave policy.compile=false"
+            )
+    return lacking

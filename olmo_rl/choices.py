@@ -7,17 +7,32 @@ from enum import Enum
 
 class Recipe(Enum):
     train = "train"  # GRPO: collect, plan, update, publish
-    sft = "sft"  # supervised updates on a task's answers, packed like GRPO
+    sft = "sft"  # supervised updates on chat data or a task's answers, packed like GRPO
     rollout = "rollout"  # generate collections and write them as files
     score = "score"  # log-probs of recorded samples
     plan = "plan"  # packs and ranks of every update as table, JSON and picture; no GPU, no torch
     validate = "validate"  # everything that can be refused, before weights load
+    export = "export"  # weights of a run as a Hugging Face directory
+    serve = "serve"  # the local engine behind the HTTP API of serving engines
+    vars()["import"] = "import"  # rollouts that another system recorded as files of ours
 
 
 class LayerType(Enum):
     linear_attention = "linear_attention"
     full_attention = "full_attention"
     sliding_attention = "sliding_attention"
+
+
+class QkNorm(Enum):
+    none = "none"
+    head = "head"  # every head of queries and keys on its own
+    projection = "projection"  # all heads of queries together, all heads of keys together
+
+
+class BlockNorms(Enum):
+    before = "before"  # of what the mixer and the feed-forward read
+    after = "after"  # of what they add to the residual stream
+    both = "both"
 
 
 class ScoreFunction(Enum):
@@ -57,10 +72,22 @@ class Attention(Enum):
     flash_4 = "flash_4"
 
 
+class LinearAttention(Enum):
+    auto = "auto"
+    reference = "reference"
+    fla = "fla"
+
+
 class Recompute(Enum):
     none = "none"
     full = "full"
     selective = "selective"
+
+
+class LogprobKind(Enum):
+    chunked = "chunked"
+    full = "full"
+    liger = "liger"
 
 
 class Dtype(Enum):
@@ -118,6 +145,36 @@ class ScoringMode(Enum):
 class Source(Enum):
     local = "local"
     files = "files"
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+class OnVerifierFailure(Enum):
+    refuse = "refuse"  # the run ends, naming the problem
+    leave_out = "leave_out"  # the sample is not trained
+    zero = "zero"  # a reward of 0
+
+
+class ImportSource(Enum):
+    olmo_rl = "olmo_rl"  # our own files, checked and written as parquet
+    slime = "slime"  # .pt of --save-debug-rollout-data
+    miles = "miles"  # the same
+    prime_rl = "prime_rl"  # msgpack of a TrainingBatch
+    vllm = "vllm"  # JSON lines of completions with routed experts
+    sglang = "sglang"  # the same
+
+
+class SftFormat(Enum):
+    auto = "auto"  # by the suffix of each file: .jsonl or .parquet
+    jsonl = "jsonl"
+    parquet = "parquet"
+    datasets = "datasets"  # a directory or name of Hugging Face datasets
+
+
+class Overlong(Enum):
+    refuse = "refuse"
+    drop = "drop"
+    truncate = "truncate"
 
 
 class StrategyKind(Enum):

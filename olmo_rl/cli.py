@@ -1,9 +1,10 @@
 """The command line: compose the configuration, type it, refuse it, or run its recipe.
 
 Exit codes: 0 done; 1 a fault of ours, or an override that Hydra refuses; 2 refused by us; 75 interrupted, can
-be resumed. In a sweep a job that is refused or fails ends itself only; the sweep then ends with 2 if all
-failures are refusals, else 1. Hydra stays in here and in overrides.py: recipes get a typed `Config`. Nothing
-imports torch before the recipe does.
+be resumed; 128 + n ended by signal n with nothing to resume. In a sweep a job that is refused or fails ends
+itself only; the sweep then ends with 2 if all failures are refusals, else 1. Hydra stays in here and in
+overrides.py: recipes get a typed `Config`. Nothing imports torch before the recipe does, and only ranks
+import Lightning.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,14 +23,23 @@ from typing import TYPE_CHECKING, Any, cast
 from olmo_rl.config import Config, Recipe, register
 from olmo_rl.manual import manual
 from olmo_rl.overrides import explain_typos, group_choices, keep_text
-from olmo_rl.refusals import refusals, run_files
-from olmo_rl.types import RankFailed, Refusal
+from olmo_rl.refusals import RULES, refusals, run_files
+from olmo_rl.refusals.rule import trains
+from olmo_rl.run_directory import EXIT_INTERRUPTED, complete_checkpoints
+from olmo_rl.types import Interrupted, RankFailed, Refusal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 75
+FAILED, REFUSED = 1, 2
 SIGNALLED = 128  # exit codes above it: a signal ended the job
+# What every rank of a recipe runs, by name: other recipes run in this process.
+RANKED = {
+    Recipe.train: "recipes.train:train",
+    Recipe.sft: "recipes.sft:train",
+    Recipe.rollout: "recipes.rollout:generate",
+    Recipe.score: "recipes.score:score",
+}
 
 
 def main() -> None:
@@ -37,7 +48,12 @@ def main() -> None:
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(manual(group_choices(conf_directory())))
         return
-    sys.exit(run(arguments))
+    try:
+        code = run(arguments)
+    except KeyboardInterrupt:  # before the job could hold it
+        _say(["ended by SIGINT before anything started"])
+        code = SIGNALLED + signal.SIGINT
+    sys.exit(code)
 
 
 def conf_directory() -> Path:
@@ -57,6 +73,9 @@ def run(arguments: Sequence[str]) -> int:
     if "--config-dir" not in arguments and (typos := _typos(added)):
         _say(typos)
         return FAILED
+    if stray := _stray_run_names(arguments):
+        _say(["refused, before the run directory is made:", *(f"  {reason}" for reason in stray)])
+        return REFUSED
     register()
     jobs = Jobs(parent=os.getpid())
     typed = keep_text(arguments)
@@ -74,6 +93,9 @@ def run(arguments: Sequence[str]) -> int:
             raise
         _explain(error, arguments)
         return FAILED
+    except OSError as error:  # of Hydra, which makes the run directory: a job's own are told by `attempt`
+        _say([f"refused: the run directory cannot be written: {error}: choose another run_name, or mend it"])
+        return REFUSED
     except SystemExit as end:
         # argparse ends with 2 for an unknown flag, which is no refusal of ours
         return FAILED if end.code == REFUSED and not jobs.codes else cast(int, end.code or 0)
@@ -142,7 +164,7 @@ def attempt(job: Callable[[], None], *, name: str) -> int:
         return FAILED
     except SystemExit as end:
         code = cast(int, end.code or 0)
-        if code == INTERRUPTED or code > SIGNALLED:
+        if code == EXIT_INTERRUPTED or code > SIGNALLED:
             raise
         return code
     except Exception:  # the outermost frame of a job: it is told in full, and the other jobs of a sweep go on
@@ -170,13 +192,45 @@ def execute(values: DictConfig, *, parent: int) -> None:
             raise Refusal(reasons)
     if config.overwrite and launched_rank() == 0:
         clear(config)
-    recipe = importlib.import_module(f"recipes.{config.recipe.value}")
     try:
-        recipe.run(config)
+        run_recipe(config)
+    except Interrupted as end:
+        raise SystemExit(_after_signal(config, code=cast(int, end.code))) from None
     except Refusal as refusal:
         if launched_rank() > 0:  # it may be this rank's alone, of its share of the requests
             _say([f"rank {launched_rank()} refused:", *(f"  {reason}" for reason in refusal.reasons)])
         raise
+
+
+def run_recipe(config: Config) -> None:
+    """The recipe of a typed configuration: on the ranks of this job, or here where it needs none."""
+    entry = RANKED.get(config.recipe)
+    if entry is None:
+        importlib.import_module(f"recipes.{config.recipe.value}").run(config)
+        return
+    from olmo_rl.data.preflight import refuse_files, refuse_supervised
+    from olmo_rl.training.processes import run_ranks
+
+    if config.recipe is Recipe.train:
+        refuse_files(config)
+    elif config.recipe is Recipe.sft:
+        refuse_supervised(config)
+    run_ranks(entry, config)
+
+
+def _after_signal(config: Config, *, code: int) -> int:
+    """The exit code of a job that a signal ended outside of its updates, told: 75 where the run directory
+    holds a checkpoint that the job, or an earlier one, made.
+    """
+    name = signal.Signals(code - SIGNALLED).name
+    saved = complete_checkpoints(config.run_dir) if trains(config) else []
+    rest = f"{saved[-1].name} is saved, continue with ckpt_path=last" if saved else "no checkpoint to resume"
+    if config.recipe is Recipe.rollout:
+        whole = len(list(Path(config.run_dir).glob("rollouts/collection-*.parquet")))
+        rest = f"{whole} collections are written, each whole"
+    if launched_rank() == 0:
+        _say([f"{config.run_name}: ended by {name}; {rest}"])
+    return EXIT_INTERRUPTED if saved else code
 
 
 def typed_config(values: DictConfig, *, run_dir: str) -> Config:
@@ -212,6 +266,15 @@ def clear(config: Config) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def _stray_run_names(arguments: Sequence[str]) -> list[str]:
+    """Refusals of run names, before Hydra makes directories of that name."""
+    rule = next(rule for rule in RULES if rule.keys == ("run_name",))
+    given = [text.removeprefix("run_name=") for text in arguments if text.startswith("run_name=")]
+    names = [name.strip("\"' ") for value in given for name in value.split(",")]
+    lines = [rule.check(replace(Config(), run_name=name)) for name in names]
+    return [line for line in lines if line is not None]
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> None:

@@ -1,276 +1,126 @@
-"""The typed configuration: one schema for every choice of a group, defaults as we would use them.
+"""The typed configuration: everything a run is made of, and what follows from it.
 
-YAML under `conf/` states only differences. `null` in YAML is None here. The comment behind a field is its
-documentation: `python train.py --help` prints it. `register()` hands the schema to Hydra; the command line
-and tests call it, never an import. What no configuration may ask for stands in refusals/.
+Its sections stand in sections.py, the words they choose from in choices.py; both are named from here.
+`register()` hands the schema to Hydra; the command line and tests call it, never an import. The comment
+behind a field is its documentation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from olmo_rl.choices import (
     Attention,
     AuxGrouping,
     BalanceKind,
     BalanceLevel,
+    BlockNorms,
     CountSource,
     Dtype,
     Filter,
+    ImportSource,
     KlEstimator,
     LayerType,
+    LinearAttention,
     LoggerKind,
+    LogprobKind,
     LossKind,
     OnNonfinite,
+    OnVerifierFailure,
+    Overlong,
     PackingKind,
+    QkNorm,
     Recipe,
     Recompute,
     Reduction,
     ScoreFunction,
     ScoringMode,
+    SftFormat,
     Source,
     StrategyKind,
     TaskKind,
     WeightBound,
     WeightLevel,
 )
-from olmo_rl.types import ExpertLayout
+from olmo_rl.sections import (
+    BalanceConfig,
+    BatchConfig,
+    CallbacksConfig,
+    ExportConfig,
+    ImportsConfig,
+    LoggerConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PackingConfig,
+    PlanConfig,
+    PolicyConfig,
+    RolloutsConfig,
+    ScoringConfig,
+    ServeConfig,
+    SftConfig,
+    StrategyConfig,
+    TaskConfig,
+    TrainerConfig,
+    WarmStartConfig,
+)
+from olmo_rl.types import Padding
 
-
-@dataclass(kw_only=True, slots=True)
-class ModelConfig:
-    """A hybrid decoder: mixers by layer type, dense or routed feed-forward by layer index."""
-
-    vocab_size: int = 259  # bytes and three special ids
-    dim: int = 128  # width of the residual stream
-    layer_types: list[LayerType] = field(default_factory=lambda: [LayerType.full_attention] * 2)  # mixers
-    dense_layers: list[int] = field(default_factory=list)  # global layer ids with a dense feed-forward
-    dense_hidden: int = 256  # width of a dense feed-forward
-    num_heads: int = 4  # query heads
-    num_kv_heads: int = 4  # key and value heads, divides num_heads
-    head_dim: int = 32  # width of one attention head
-    qk_norm: bool = True  # RMSNorm of queries and keys
-    rope_theta: float | None = 10000.0  # null = no rotary embedding
-    sliding_window: int = 64  # tokens, the current one included
-    kda_heads: int = 4  # heads of a linear attention layer
-    kda_head_dim: int = 32  # width of one linear attention head
-    conv_size: int = 4  # taps of the short convolution
-    kda_negative_eigenvalues: bool = False  # beta in (0, 2) instead of (0, 1)
-    num_experts: int = 8  # 0 = every layer is dense
-    top_k: int = 2  # experts of one token
-    expert_hidden: int = 128  # width of one routed expert
-    shared_hidden: int = 0  # width of the shared expert, 0 = none
-    latent_dim: int | None = None  # width of routed tokens, null = dim
-    latent_norm: bool = False  # RMSNorm of the combined latent before it is projected up
-    score_function: ScoreFunction = ScoreFunction.softmax  # router scores from logits
-    route_norm: bool = True  # gate weights of one token sum to 1 before scaling
-    route_scale: float = 1.0  # factor on gate weights
-    max_seq_len: int = 1024  # tokens of one document
-    norm_eps: float = 1e-6  # epsilon of every RMSNorm
-    tie_embeddings: bool = False  # the output head is the embedding
-    init_std: float = 0.02  # standard deviation of initial weights
-    tokenizer: str = "bytes"  # bytes, or a Hugging Face tokenizer directory or name
-
-    @property
-    def routed_layers(self) -> tuple[int, ...]:
-        """Global ids of the layers with routed experts."""
-        if self.num_experts == 0:
-            return ()
-        return tuple(i for i in range(len(self.layer_types)) if i not in self.dense_layers)
-
-    @property
-    def expert_layout(self) -> ExpertLayout | None:
-        """What recorded routes refer to; None without experts."""
-        if not self.routed_layers:
-            return None
-        return ExpertLayout(num_experts=self.num_experts, top_k=self.top_k, routed_layers=self.routed_layers)
-
-
-@dataclass(kw_only=True, slots=True)
-class TaskConfig:
-    """Prompts and their verifier."""
-
-    kind: TaskKind = TaskKind.addition  # where problems come from
-    name: str | None = None  # reasoning_gym: dataset name
-    parameters: dict[str, Any] = field(default_factory=dict)  # passed to the dataset
-    path: str | None = None  # jsonl: lines with prompt and answer
-    verifier: dict[str, Any] = field(default_factory=dict)  # jsonl: _target_ and arguments; {} = exact match
-    eval_problems: int = 200  # held-out problems, never trained on
-    eval_interval: int = 50  # updates between evaluations, 0 = none
-
-
-@dataclass(kw_only=True, slots=True)
-class RolloutsConfig:
-    """Where collections come from."""
-
-    source: Source = Source.local  # the local engine, or recorded files
-    path: str | None = None  # files: one file, or a directory read in name order
-    collections: int = 1  # recipe=rollout: how many to write
-    group_size: int = 8  # local: responses of one prompt
-    max_new_tokens: int = 16  # local: response length limit
-    temperature: float = 1.0  # local: of sampling
-    top_p: float = 1.0  # local: of sampling
-    max_attempts: int = 4  # local: generation rounds to fill one collection
-    max_lag: int | None = None  # optimizer steps from behaviour to policy, older samples go; null = any
-
-
-@dataclass(kw_only=True, slots=True)
-class BatchConfig:
-    """The optimizer batch over all ranks."""
-
-    samples_per_step: int | None = 512  # null = the whole collection
-    steps_per_collection: int = 1  # updates from one collection
-    filter: Filter = Filter.drop  # what happens to filtered samples
-    filter_zero_variance: bool = False  # groups whose rewards are all equal
-    max_skips: int = 100  # steps in a row without anything to train on, before the run is refused
-    filter_truncated: bool = False  # responses cut at max_new_tokens
-
-
-@dataclass(kw_only=True, slots=True)
-class PackingConfig:
-    """How samples become rows."""
-
-    kind: PackingKind = PackingKind.none  # one sample per forward, or consecutive samples up to the budget
-    max_tokens: int | None = None  # budget of one pack in tokens, null = model.max_seq_len
-    pad_to_multiple_of: int = 1  # tokens
-    pad_to_budget: bool = False  # every row as long as the budget
-
-
-@dataclass(kw_only=True, slots=True)
-class BalanceConfig:
-    """The planner. Lower counts do not establish faster training: measure before you turn it on."""
-
-    kind: BalanceKind = BalanceKind.none  # none keeps the order of arrival
-    level: BalanceLevel = BalanceLevel.cells  # permute the batch, or set pack boundaries too
-    proposals: int | None = None  # null = the search's own default
-    seconds: float = 1.0  # deadline of one batch
-    layer_stride: int = 1  # look at every n-th routed layer
-    max_destination_load: int | None = None  # assignments of one EP rank in one layer of one column
-    overlap: bool = True  # plan the next step of a collection while this one is scored or trained
-    cost_model: str | None = None  # recipe=plan: file of recipes.fit_cost_model, predicts seconds
-    write_permutation: str | None = None  # recipe=plan: file for a longest-first placement of experts
-
-
-@dataclass(kw_only=True, slots=True)
-class PolicyConfig:
-    """How the policy computes."""
-
-    attention: Attention = Attention.auto  # backend, auto = the first that honours what is asked
-    replay: bool | None = None  # null = true for a model with experts
-    recompute: Recompute = Recompute.none  # activations computed again in backward
-    compile: bool = False  # torch.compile per block
-    dtype: Dtype = Dtype.float32  # compute dtype; weights and reductions stay float32
-
-
-@dataclass(kw_only=True, slots=True)
-class LossConfig:
-    """The objective. Every sum is divided once, by a global count."""
-
-    kind: LossKind = LossKind.grpo  # policy objective
-    reduction: Reduction = Reduction.token  # mean over response tokens, or over per-response means
-    clip_low: float = 0.2  # ratio clipped below 1 - clip_low
-    clip_high: float = 0.28  # ratio clipped above 1 + clip_high
-    dual_clip: float | None = None  # ratio bound where the advantage is negative, > 1, null = none
-    constant_length: int | None = None  # tokens that replace each response's own length in reduction=response
-    tis_low: float | None = None  # importance weight behaviour -> anchor, lower clip
-    tis_high: float | None = None  # upper clip of the same weight
-    tis_level: WeightLevel = WeightLevel.token  # one weight a token, or the product over the response
-    tis_bound: WeightBound = WeightBound.truncate  # outside the clips: clip the weight, or set it to 0
-    max_sequence_kl: float | None = None  # behaviour -> policy, per token; worse responses are left out
-    entropy_coef: float = 0.0  # weight of the entropy bonus
-    kl: KlEstimator = KlEstimator.k3  # estimator of the KL divergence from the reference
-    kl_coef: float = 0.0  # weight of that divergence
-    normalize_advantages: bool = True  # divide by the group's standard deviation
-    on_nonfinite: OnNonfinite = OnNonfinite.abort  # a loss or gradient that is not finite
-    router_aux_weight: float = 0.0  # weight of the router balancing loss
-    router_z_weight: float = 0.0  # weight of the router z-loss
-    router_aux_grouping: AuxGrouping = AuxGrouping.pack  # tokens one balancing penalty looks at
-    router_aux_reduction: Reduction = Reduction.token  # how balancing penalties are averaged
-    router_z_reduction: Reduction = Reduction.token  # how z penalties are averaged
-    router_count_source: CountSource = CountSource.dispatch  # counted ids: used, or live top-k
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimConfig:
-    """AdamW with linear warm-up and a constant rate."""
-
-    lr: float = 2e-4  # learning rate after warm-up
-    warmup_steps: int = 10  # updates of linear warm-up
-    beta1: float = 0.9  # decay of the first moment
-    beta2: float = 0.98  # decay of the second moment
-    eps: float = 1e-8  # added to the root of the second moment
-    weight_decay: float = 0.0  # decoupled
-    max_grad_norm: float | None = 1.0  # null = no clipping
-
-
-@dataclass(kw_only=True, slots=True)
-class StrategyConfig:
-    """How ranks share the model."""
-
-    kind: StrategyKind = StrategyKind.single  # one process, or FSDP2 with expert parallelism
-    ep_degree: int = 1  # consecutive ranks that hold all experts once
-    timeout_seconds: int = 600  # of one collective
-
-
-@dataclass(kw_only=True, slots=True)
-class TrainerConfig:
-    """What the Lightning trainer is given."""
-
-    accelerator: str = "cpu"  # cpu or gpu
-    devices: int = 1  # processes of one node
-    num_nodes: int = 1  # world size = devices x num_nodes
-    max_steps: int = 100  # optimizer steps
-
-    @property
-    def world_size(self) -> int:
-        return self.devices * self.num_nodes
-
-
-@dataclass(kw_only=True, slots=True)
-class WarmStartConfig:
-    """Supervised updates before the recipe; not part of trainer.max_steps."""
-
-    steps: int = 0  # supervised updates in a fresh run, never on resume; 0 = none
-    lr: float = 2e-3  # learning rate of the warm start
-    samples_per_step: int = 128  # documents of one supervised update
-
-
-@dataclass(kw_only=True, slots=True)
-class ScoringConfig:
-    """When the anchor log-probs come from a pass of their own."""
-
-    mode: ScoringMode = ScoringMode.auto  # auto skips the pass where that is exact and checked
-    check_interval: int = 50  # updates, 0 = only the first of each process
-    tolerance: float = 1e-3  # mean absolute difference over active tokens
-    max_behavior_gap: float | None = None  # mean absolute policy - behaviour, null = off
-
-
-@dataclass(kw_only=True, slots=True)
-class CallbacksConfig:
-    """What happens around updates."""
-
-    checkpoint_interval: int | None = None  # updates between checkpoints, null = only at the end
-    keep_checkpoints: int = 2  # newest ones that stay
-    progress: bool = True  # bar over packs and updates
-    pictures: bool = True  # reward.png and packs.png at the end
-
-
-@dataclass(kw_only=True, slots=True)
-class LoggerConfig:
-    """Where metrics go beside the terminal; metrics.csv is always written."""
-
-    kind: LoggerKind = LoggerKind.csv  # metrics.csv alone, or Weights & Biases too
-    project: str = "olmo_rl"  # wandb project
-    offline: bool = True  # wandb without an account
-
-
-@dataclass(kw_only=True, slots=True)
-class PlanConfig:
-    """Topology for recipe=plan when it is not this machine's."""
-
-    world_size: int | None = None  # null = trainer.devices x trainer.num_nodes
-    ep_degree: int | None = None  # null = strategy.ep_degree
+__all__ = [
+    "Attention",
+    "AuxGrouping",
+    "BalanceConfig",
+    "BalanceKind",
+    "BalanceLevel",
+    "BatchConfig",
+    "BlockNorms",
+    "CallbacksConfig",
+    "Config",
+    "CountSource",
+    "Dtype",
+    "ExportConfig",
+    "Filter",
+    "ImportSource",
+    "ImportsConfig",
+    "KlEstimator",
+    "LayerType",
+    "LinearAttention",
+    "LoggerConfig",
+    "LoggerKind",
+    "LogprobKind",
+    "LossConfig",
+    "LossKind",
+    "ModelConfig",
+    "OnNonfinite",
+    "OnVerifierFailure",
+    "OptimConfig",
+    "Overlong",
+    "PackingConfig",
+    "PackingKind",
+    "PlanConfig",
+    "PolicyConfig",
+    "QkNorm",
+    "Recipe",
+    "Recompute",
+    "Reduction",
+    "RolloutsConfig",
+    "ScoreFunction",
+    "ScoringConfig",
+    "ScoringMode",
+    "ServeConfig",
+    "SftConfig",
+    "SftFormat",
+    "Source",
+    "StrategyConfig",
+    "StrategyKind",
+    "TaskConfig",
+    "TaskKind",
+    "TrainerConfig",
+    "WarmStartConfig",
+    "WeightBound",
+    "WeightLevel",
+    "register",
+]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -283,7 +133,9 @@ class Config:
     ckpt_path: str | None = None  # last, a checkpoint directory, or null
     overwrite: bool = False  # train into a directory that holds a run
     cache_dir: str = "outputs/.cache"  # warm starts, shared by runs
-    init_from: str | None = None  # weights to start from: a run's checkpoint or a safetensors file
+    source: ImportSource | None = None  # recipe=import: the system that recorded path
+    path: str | None = None  # recipe=import: a file of that system, or a directory of them
+    init_from: str | None = None  # weights to start from: checkpoint, safetensors file, Hugging Face model
     run_dir: str = ""  # filled by train.py with Hydra's runtime output directory
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -298,6 +150,10 @@ class Config:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    imports: ImportsConfig = field(default_factory=ImportsConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -313,9 +169,22 @@ class Config:
         return bool(self.model.routed_layers) if self.policy.replay is None else self.policy.replay
 
     @property
+    def expert_dtype(self) -> Dtype:
+        """What routed experts compute in: compiled grouped products exist for bfloat16 alone."""
+        default = Dtype.bfloat16 if self.policy.compile else self.policy.dtype
+        return default if self.policy.expert_dtype is None else self.policy.expert_dtype
+
+    @property
     def packed(self) -> bool:
         """Whether several samples share a row."""
         return self.packing.kind is PackingKind.consecutive
+
+    @property
+    def padding(self) -> Padding:
+        """How rows are padded."""
+        packing = self.packing
+        multiple = self.budget if packing.pad_to_budget else packing.pad_to_multiple_of
+        return Padding(multiple_of=multiple, pad_id=packing.pad_id, experts=self.model.expert_layout)
 
     @property
     def generates(self) -> bool:

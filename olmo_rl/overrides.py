@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from olmo_rl import choices, config
+from olmo_rl import choices, config, sections
 from olmo_rl.config import Config
 
 
@@ -32,7 +32,7 @@ class Key:
 def field_docs() -> dict[tuple[str, str], str]:
     """The comment behind every field and every choice of the schema, by class and name."""
     docs = {}
-    for source in (inspect.getsource(config), inspect.getsource(choices)):
+    for source in map(inspect.getsource, (config, sections, choices)):
         lines = source.splitlines()
         for node in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
             for statement in node.body:
@@ -41,8 +41,13 @@ def field_docs() -> dict[tuple[str, str], str]:
                         statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
                     )
                     tail = lines[(statement.end_lineno or 1) - 1][statement.end_col_offset or 0 :]
-                    docs[node.name, ast.unparse(target)] = tail.strip().removeprefix("#").strip()
+                    docs[node.name, _member(target)] = tail.strip().removeprefix("#").strip()
     return docs
+
+
+def _member(target: ast.expr) -> str:
+    """The name that a statement of a class binds; `vars()["import"]` binds a word that Python keeps."""
+    return ast.literal_eval(target.slice) if isinstance(target, ast.Subscript) else ast.unparse(target)
 
 
 def schema_keys() -> list[Key]:

@@ -8,7 +8,7 @@ rows and the last token's row is synthetic (see `planning.loads.tail_routes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,10 @@ class Refusal(ValueError):
 
     def __reduce__(self) -> tuple[type[Refusal], tuple[tuple[str, ...]]]:
         return (Refusal, (self.reasons,))
+
+
+class Interrupted(SystemExit):
+    """A signal ended the job before it could save: the code is 128 + signal, as a shell has it."""
 
 
 class RankFailed(RuntimeError):
@@ -50,7 +54,7 @@ class Sample:
     [T], the subset that is trained (None = all of it); `behavior_logprobs` and `ref_logprobs` float32 [T],
     defined where `response_mask` is true; `routes` [T-1, layers, top_k] of any integer type, layer axis in
     the order of `ExpertLayout.routed_layers`. `policy_version` counts the optimizer steps behind the sample's
-    oldest token.
+    oldest token. `has_placeholders`: some tokens stand for an image or audio, so pads never repeat them.
     """
 
     id: str
@@ -67,6 +71,7 @@ class Sample:
     finish_reason: str | None = None
     prompt: str | None = None
     response: str | None = None
+    has_placeholders: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -93,12 +98,37 @@ class ExpertLayout:
     routed_layers: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padding:
+    """Static rows: a pack becomes a row of the next multiple of `multiple_of` tokens; 1 = no pads.
+
+    Pads repeat the pack's own documents. Where none of them may be repeated, pads hold the token `pad_id`,
+    and `experts` says what their routes refer to if routes are not replayed (None without experts).
+    """
+
+    multiple_of: int = 1
+    pad_id: int = 0
+    experts: ExpertLayout | None = None
+
+    @property
+    def active(self) -> bool:
+        return self.multiple_of > 1
+
+    def rows(self, tokens: int) -> int:
+        """Rows of a pack of `tokens` tokens, pads included."""
+        return -(-tokens // self.multiple_of) * self.multiple_of
+
+
+NO_PADDING = Padding()
+
+
 @dataclass(kw_only=True, slots=True)
 class Collection:
     """What a rollout source delivers at once. `layout` is None where no expert metadata exists (length-only
     files).
 
-    `notes`: one line for the user about each thing that was there and is not used.
+    `notes`: one line for the user about each thing that was there and is not used. `counts`: what happened on
+    the way, by metric name, over all ranks.
     """
 
     samples: list[Sample]
@@ -107,6 +137,7 @@ class Collection:
     model: str | None = None
     tokenizer: str | None = None
     notes: tuple[str, ...] = ()
+    counts: dict[str, float] = field(default_factory=dict)
 
     @property
     def lengths(self) -> NDArray[np.int64]:

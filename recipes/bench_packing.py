@@ -117,14 +117,14 @@ def measure(config: Config) -> dict[str, float]:
 
 def train_quietly(config: Config) -> None:
     """One arm, without its closing table."""
-    from recipes.train import run
+    from olmo_rl.cli import run_recipe
 
     Path(config.run_dir).mkdir(parents=True)
     with open(Path(config.run_dir) / "out", "w") as out:
         import contextlib
 
         with contextlib.redirect_stdout(out):
-            run(config)
+            run_recipe(config)
 
 
 def report(results: dict[str, dict[str, float]]) -> Table:

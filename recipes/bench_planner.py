@@ -27,7 +27,8 @@ from rich.table import Table
 from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import Work, pair_straggler, token_straggler
-from olmo_rl.planning.search import plan_batch_with_evidence, warm_up
+from olmo_rl.planning.schedule import StepInput
+from olmo_rl.planning.search import plan_batch, warm_up
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 from recipes.planner_arms import ARMS, SETTINGS, Batch, Row, draw_batch, read_panel, run_arms
@@ -161,13 +162,15 @@ def time_split(console: Console) -> None:
         began = time.perf_counter()
         loads = collection_loads(samples, layout=layout, topology=topology)
         counted = time.perf_counter() - began
-        found = plan_batch_with_evidence(
-            lengths,
-            ids=[s.id for s in samples],
-            loads=loads,
-            budget=16384,
-            topology=topology,
-            balance=balance,
+        found = plan_batch(
+            StepInput(
+                lengths=lengths,
+                ids=[s.id for s in samples],
+                loads=loads,
+                budget=16384,
+                topology=topology,
+                balance=balance,
+            )
         )
         total = time.perf_counter() - began
         split = ", ".join(f"{name} {1e3 * value:.0f}" for name, value in found.seconds.items())
@@ -216,8 +219,8 @@ def real_lengths(console: Console) -> None:
     console.print("\n[bold]Recorded lengths[/] (mbu_157_percent: 512 samples, 8 ranks, budget 4608)")
     work: Work | None = None
     for name, balance in balances.items():
-        found = plan_batch_with_evidence(
-            lengths, ids=ids, loads=None, budget=4608, topology=topology, balance=balance
+        found = plan_batch(
+            StepInput(lengths=lengths, ids=ids, loads=None, budget=4608, topology=topology, balance=balance)
         )
         work = found.after
         token = token_straggler(work, lengths=lengths, topology=topology)

@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceKind, Config
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.planning.cost_model import read_cost_model
 from olmo_rl.planning.load_picture import draw_loads
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
+from olmo_rl.planning.pads import Pads
 from olmo_rl.planning.placement import ExpertTotals, write_placement
 from olmo_rl.planning.report import Block, describe_step, draw_packs, print_report, scoring_remark, write_plan
-from olmo_rl.planning.schedule import schedule_step, step_loads
+from olmo_rl.planning.schedule import StepInput, schedule_step, step_loads
 from olmo_rl.planning.synthetic import LONGEST, synthetic_collection
 from olmo_rl.types import Collection, Refusal, Sample, Topology
 
@@ -32,7 +32,7 @@ def run(config: Config) -> None:
     if model is not None:
         model.check(topology)
     experts = ExpertTotals(topology)
-    first_loads: NDArray[np.int32] | None = None
+    given: list[StepInput] = []
     tail: list[str] = []
     notes: list[str] = []
     most = config.batch.steps_per_collection
@@ -47,10 +47,10 @@ def run(config: Config) -> None:
         most = max(most, len(steps))
         for positions in steps:
             samples = [collection.samples[i] for i in positions]
-            block, loads = plan_step_of(samples, collection=collection, step=len(blocks), config=config)
-            first_loads = first_loads if blocks else loads
+            block, step = plan_step_of(samples, collection=collection, number=len(blocks), config=config)
+            given = given or [step]  # of the first step, for its picture
             blocks.append(block)
-            if loads is not None and collection.layout is not None and topology.ep_degree > 1:
+            if step.loads is not None and collection.layout is not None and topology.ep_degree > 1:
                 experts.add(samples, layout=collection.layout)
         tail += [collection.samples[i].id for i in rest]
     if not blocks:
@@ -63,10 +63,11 @@ def run(config: Config) -> None:
     written = [directory / "plan.json", directory / "packs.png"]
     write_plan(blocks, topology=topology, budget=budget, untouched_tail=tail, path=written[0])
     draw_packs(first.plan, lengths=first.lengths, budget=budget, path=written[1], title="Optimizer step 0")
-    if first_loads is not None and first.plan.search is not None:
+    loads, pads = given[0].loads, given[0].pads
+    if loads is not None and first.plan.search is not None:
         arrival = plan_step(first.lengths, budget=config.budget, topology=topology)
         written.append(directory / "loads.png")
-        draw_loads(arrival, first.plan, loads=first_loads, topology=topology, path=written[-1])
+        draw_loads(arrival, first.plan, loads=loads, topology=topology, path=written[-1], pads=pads)
     if experts.known:
         placement, layers = experts.placement()
         notes.append(
@@ -101,14 +102,31 @@ def read_collections(config: Config) -> Iterator[Collection]:
 
 
 def plan_step_of(
-    samples: list[Sample], *, collection: Collection, step: int, config: Config
-) -> tuple[Block, NDArray[np.int32] | None]:
-    """The plan of one optimizer step and what it costs; its destination loads where routes are known."""
+    samples: list[Sample], *, collection: Collection, number: int, config: Config
+) -> tuple[Block, StepInput]:
+    """The plan of optimizer step `number` and what it costs, and what it was planned from."""
     topology, budget = Topology(config.world_size, config.ep_degree), config.budget
     ids, source = [sample.id for sample in samples], collection.source
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     began = time.perf_counter()
     loads = step_loads(samples, layout=collection.layout, topology=topology, balance=config.balance)
+    given = StepInput(
+        lengths=lengths,
+        ids=ids,
+        loads=loads,
+        budget=budget,
+        topology=topology,
+        balance=config.balance,
+        source=source,
+        pads=Pads.of(
+            samples,
+            padding=config.padding,
+            topology=topology,
+            loads=loads,
+            layout=collection.layout,
+            layer_stride=config.balance.layer_stride,
+        ),
+    )
     seconds = {"count": time.perf_counter() - began}
     if config.packed:
         arrival = plan_step(lengths, budget=budget, topology=topology, ids=ids, source=source)
@@ -116,21 +134,20 @@ def plan_step_of(
         arrival = unpacked_plan(lengths, topology=topology, ids=ids, source=source)
     plan, start = arrival, None
     if config.balance.kind is not BalanceKind.none:
-        found = schedule_step(
-            lengths, ids=ids, loads=loads, budget=budget, topology=topology, balance=config.balance
-        )
+        found = schedule_step(given)
         plan, start, seconds = found.plan, found.start, seconds | found.seconds
     block = describe_step(
         plan,
-        step=step,
+        step=number,
         ids=ids,
         lengths=lengths,
         loads=loads,
         arrival=arrival,
         topology=topology,
         budget=budget if config.packed else None,
+        pads=given.pads,
     )
-    return replace(block, start=start, seconds=seconds), loads
+    return replace(block, start=start, seconds=seconds), given
 
 
 def remarks(config: Config, *, steps_per_collection: int) -> Iterator[str]:

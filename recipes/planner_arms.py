@@ -24,7 +24,8 @@ from olmo_rl.planning.objective import (
     lower_bounds,
     measure,
 )
-from olmo_rl.planning.search import Planned, plan_batch_with_evidence
+from olmo_rl.planning.schedule import Schedule, StepInput
+from olmo_rl.planning.search import plan_batch
 from olmo_rl.planning.starts import karmarkar_karp_ranks, order_plan
 from olmo_rl.planning.synthetic import draw_lengths, expert_counts
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Topology
@@ -169,22 +170,24 @@ def simulated_steps(plan: PackPlan, batch: Batch, base: Work) -> tuple[float, fl
     return float(replica.sum(axis=(0, 2)).max()), float(replica.max(axis=1).sum()), float(strict)
 
 
-def searched(batch: Batch, balance: BalanceConfig, *, blind: bool = False) -> Planned:
+def searched(batch: Batch, balance: BalanceConfig, *, blind: bool = False) -> Schedule:
     """One planned batch; `blind` hides the loads from the search."""
-    return plan_batch_with_evidence(
-        batch.lengths,
-        ids=batch.ids,
-        loads=None if blind else batch.loads,
-        budget=batch.budget,
-        topology=batch.topology,
-        balance=balance,
+    return plan_batch(
+        StepInput(
+            lengths=batch.lengths,
+            ids=batch.ids,
+            loads=None if blind else batch.loads,
+            budget=batch.budget,
+            topology=batch.topology,
+            balance=balance,
+        )
     )
 
 
 def run_arms(batch: Batch, *, setting: str, index: int) -> Iterator[Row]:
     """Every arm on one batch, each plan rescored from scratch."""
     anneal = BalanceConfig(kind=BalanceKind.anneal, seconds=60.0)
-    arms: dict[str, Callable[[], Planned | PackPlan]] = {
+    arms: dict[str, Callable[[], Schedule | PackPlan]] = {
         "arrival": lambda: searched(batch, BalanceConfig()),
         "kk_arrival": lambda: kk_plan(batch, descending=False),
         "kk_descending": lambda: kk_plan(batch, descending=True),

@@ -10,30 +10,24 @@ from rich.console import Console
 
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
-from olmo_rl.training.build import build_local, build_trainer
+from olmo_rl.training.build import build_parts, build_trainer
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.processes import run_ranks
-from olmo_rl.training.sources import LocalSource
+from olmo_rl.training.sources import GeneratingSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY
 from olmo_rl.training.warm_start import warm_start
-
-
-def run(config: Config) -> None:
-    """Start the ranks of this job; every rank runs `generate`."""
-    run_ranks(generate, config)
 
 
 def generate(config: Config) -> None:
     """One rank, top to bottom: load weights, publish them to the engine, draw, write."""
     config = warm_start(config)
     strategy = ExpertParallelStrategy(config)
-    local = build_local(config)
-    source = LocalSource(config, local=local, strategy=strategy)
+    local = build_parts(config, strategy=strategy)
+    source = GeneratingSource(config, parts=local, strategy=strategy)
     directory = Path(config.run_dir) / "rollouts"
 
     module = PolicyModule(config, objective=POLICY)
-    module.publish = local.engine.publish
+    module.publish = local.publish
     samples = config.batch.samples_per_step
     assert samples is not None, "refusals require batch.samples_per_step for a generating source"
     groups = -(-samples * config.batch.steps_per_collection // config.rollouts.group_size)
@@ -56,5 +50,6 @@ def generate(config: Config) -> None:
     module.on_predict = draw
     trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])
     trainer.predict(module, dataloaders=range(config.rollouts.collections), return_predictions=False)
+    local.close()
     if trainer.is_global_zero:
         Console().print(f"rollouts: {directory}", soft_wrap=True)

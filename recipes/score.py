@@ -1,68 +1,90 @@
-"""Score recorded samples with the policy: the training plan and packs, no gradients, log-probs by sample
-id.
+"""Score recorded samples with the policy: the training plan and packs, no gradients, log-probs by file and
+sample id.
+
+What training would leave out is not scored: the incomplete last step of a file, filtered samples, and
+steps without a token to train. All of them are counted and told.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 from olmo_rl.config import Config
-from olmo_rl.data.packs import PackedBatch
+from olmo_rl.data.packs import Pack, PackedBatch
 from olmo_rl.training.build import build_trainer
 from olmo_rl.training.datamodule import RolloutDataModule
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.processes import run_ranks
 from olmo_rl.training.sources import FileSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY, score_pack, scored_slots
 
 
-def run(config: Config) -> None:
-    """Start the ranks of this job; every rank runs `score`."""
-    run_ranks(score, config)
+@dataclass(kw_only=True, slots=True)
+class Scores:
+    """Log-probs by file and sample id, which is unique within its file only; null where nothing is scored."""
+
+    found: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)  # |policy - behaviour| of every scored token
+    read: int = 0  # samples of all files
+    tails: int = 0  # of them in incomplete last steps
+
+    def summary(self) -> str:
+        gap = float(np.mean(self.gaps)) if self.gaps else 0.0
+        lines = [f"{len(self.found)} of {self.read} samples scored, mean |policy - behaviour| {gap:.3g}"]
+        others = self.read - len(self.found) - self.tails
+        if self.tails:
+            lines.append(f"not scored: {self.tails} in the incomplete last step of their file")
+        if others:
+            lines.append(f"not scored: {others} filtered, or in steps where no token is trained")
+        return "\n".join(lines)
+
+    def write(self, path: Path) -> None:
+        """One line a sample: complete or absent."""
+        scratch = path.with_suffix(".tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with scratch.open("w", encoding="utf-8") as file:
+            for (source, id), values in self.found.items():
+                line = {"file": source, "sample_id": id, "policy_logprobs": values}
+                file.write(json.dumps(line) + "\n")
+        scratch.replace(path)
 
 
 def score(config: Config) -> None:
-    """One rank, top to bottom: `scores.jsonl` holds one line a sample, log-probs null where nothing is
-    scored.
-    """
+    """One rank, top to bottom: `scores.jsonl` holds one line a scored sample."""
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=POLICY)
     data = RolloutDataModule(config, source=FileSource(config))
-    scores: dict[str, list[float | None]] = {}
-    gaps: list[float] = []
+    scores = Scores()
 
     def score_batch(batch: PackedBatch) -> None:
+        scores.read += int(batch.facts.get("rollouts/samples", 0))  # told once a file
+        scores.tails += int(batch.facts.get("batch/left_out", 0))
         mine: dict[str, list[float | None]] = {}
         for pack in batch.packs:
-            logprobs = score_pack(pack, strategy=strategy, mode=module.mode).cpu().tolist()
-            slots = scored_slots(pack).slots.cpu().tolist()
-            by_slot = dict(zip(slots, logprobs, strict=True))
-            for document, id in enumerate(pack.ids):
-                span = range(pack.boundaries[document], pack.boundaries[document + 1])
-                mine[id] = [by_slot.get(slot) for slot in span]
+            logprobs = score_pack(pack, strategy=strategy, mode=module.mode)
+            mine |= _by_sample(pack, logprobs=logprobs.cpu().tolist())
         for part in strategy.gather_objects(mine):
-            scores.update(part)
+            scores.found |= {(batch.source, id): values for id, values in part.items()}
         for sample in batch.samples:
-            found = np.array([value for value in scores[sample.id] if value is not None])
-            gaps.extend(np.abs(found - sample.behavior_logprobs[sample.scored]).tolist())
+            values = [v for v in scores.found[batch.source, sample.id] if v is not None]
+            scores.gaps.extend(np.abs(values - sample.behavior_logprobs[sample.scored]).tolist())
 
     module.on_predict = score_batch
     trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])
     trainer.predict(module, datamodule=data, return_predictions=False)
     if trainer.is_global_zero:
         path = Path(config.run_dir) / "scores.jsonl"
-        scratch = path.with_suffix(".tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("w", encoding="utf-8") as file:
-            for id, values in scores.items():
-                file.write(json.dumps({"sample_id": id, "policy_logprobs": values}) + "\n")
-        scratch.replace(path)
-        gap = float(np.mean(gaps)) if gaps else 0.0
-        Console().print(
-            f"{len(scores)} samples scored, mean |policy - behaviour| {gap:.3g}: {path}", soft_wrap=True
-        )
+        scores.write(path)
+        Console().print(f"{scores.summary()}\n{path}", soft_wrap=True)
+
+
+def _by_sample(pack: Pack, *, logprobs: list[float]) -> dict[str, list[float | None]]:
+    """Log-probs of a pack's scored slots, by sample and token."""
+    by_slot = dict(zip(scored_slots(pack).slots.cpu().tolist(), logprobs, strict=True))
+    spans = zip(pack.ids, pack.boundaries, pack.boundaries[1:], strict=False)
+    return {id: [by_slot.get(slot) for slot in range(start, end)] for id, start, end in spans}

@@ -1,58 +1,70 @@
-"""Supervised fine-tuning on a task's demonstrations: the same model, packer and update as GRPO, cross-entropy
-loss.
+"""Supervised fine-tuning on chat data, or on a task's demonstrations: the same model, packer and update as
+GRPO, cross-entropy loss.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from lightning.pytorch import Callback
 from rich.console import Console
 
 from olmo_rl.config import Config
+from olmo_rl.data.chat_files import ChatStream, open_chat
 from olmo_rl.data.tasks import build_task
-from olmo_rl.data.tokenizers import load_tokenizer
-from olmo_rl.training.build import build_loggers, build_trainer
-from olmo_rl.training.callbacks import ContractLog, PackPicture, ProgressDisplay
-from olmo_rl.training.checkpoints import EXIT_INTERRUPTED, Checkpoints, resolve_checkpoint
-from olmo_rl.training.demonstrations import DemonstrationDataModule
+from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
+from olmo_rl.run_directory import EXIT_INTERRUPTED
+from olmo_rl.training.callbacks import ContractLog
+from olmo_rl.training.checkpoints import resolve_checkpoint
+from olmo_rl.training.conversations import Conversations
+from olmo_rl.training.demonstrations import SupervisedDataModule, SupervisedSource, TaskDemonstrations
+from olmo_rl.training.fit import fit
+from olmo_rl.training.held_out import HeldOutLoss
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.processes import run_ranks
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import SUPERVISED
 
 
-def run(config: Config) -> None:
-    """Start the ranks of this job; every rank runs `train`."""
-    run_ranks(train, config)
-
-
-def train(config: Config) -> None:
-    """One rank, top to bottom."""
+def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
+    """One rank, top to bottom. `watchers` see the hooks of Lightning beside our own callbacks."""
     checkpoint = resolve_checkpoint(config)
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=SUPERVISED)
+    tokenizer = fitting_tokenizer(config.model)
     assert config.batch.samples_per_step is not None, "refusals require batch.samples_per_step for recipe=sft"
-    data = DemonstrationDataModule(
+    data = SupervisedDataModule(
         config,
-        task=build_task(config.task, seed=config.seed),
-        tokenizer=load_tokenizer(config.model.tokenizer),
+        source=_source(config, tokenizer=tokenizer, strategy=strategy),
         samples_per_step=config.batch.samples_per_step,
     )
-    checkpoints = Checkpoints(config)
-    callbacks: list[Callback] = [ContractLog(config.run_dir)]
-    if config.callbacks.pictures:
-        callbacks.append(PackPicture(config))
-    if config.callbacks.progress:
-        callbacks.append(ProgressDisplay(label="updates", total=config.trainer.max_steps))
-    callbacks.append(checkpoints)
-    trainer = build_trainer(
+    contract = ContractLog(config.run_dir)
+    held_out: list[Callback] = []
+    if config.sft.eval_path is not None:
+        held_out.append(HeldOutLoss(config, tokenizer=tokenizer, contract=contract))
+    trainer, interrupted = fit(
         config,
         strategy=strategy,
-        max_steps=config.trainer.max_steps,
-        callbacks=callbacks,
-        loggers=build_loggers(config),
+        module=module,
+        data=data,
+        contract=contract,
+        evaluations=[*held_out, *watchers],
+        checkpoint=checkpoint,
     )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         Console().print(f"run directory: {config.run_dir}", soft_wrap=True)
-    if checkpoints.interrupted:
+    if interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
+
+
+def _source(config: Config, *, tokenizer: Tokenizer, strategy: ExpertParallelStrategy) -> SupervisedSource:
+    sft = config.sft
+    if sft.path is None:
+        task = build_task(config.task, seed=config.seed)
+        return TaskDemonstrations(config, task=task, tokenizer=tokenizer, strategy=strategy)
+    stream = ChatStream(
+        open_chat(sft.path, config=sft, key="sft.path", split=sft.split),
+        seed=config.seed,
+        shuffle_buffer=sft.shuffle_buffer,
+        epochs=sft.epochs,
+    )
+    return Conversations(config, stream=stream, tokenizer=tokenizer, strategy=strategy)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
 
-from olmo_rl.config import Config, Source
-from olmo_rl.data.preflight import refuse_files
-from olmo_rl.training.build import LocalRollouts, build_local, build_loggers, build_trainer
-from olmo_rl.training.callbacks import ContractLog, Evaluation, PackPicture, ProgressDisplay
-from olmo_rl.training.checkpoints import EXIT_INTERRUPTED, Checkpoints, resolve_checkpoint
+from olmo_rl.config import Config
+from olmo_rl.run_directory import EXIT_INTERRUPTED
+from olmo_rl.training.build import RolloutParts, build_parts
+from olmo_rl.training.callbacks import ContractLog, Evaluation
+from olmo_rl.training.checkpoints import resolve_checkpoint
 from olmo_rl.training.datamodule import RolloutDataModule
+from olmo_rl.training.fit import fit
 from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.pictures import draw_reward
-from olmo_rl.training.processes import run_ranks
-from olmo_rl.training.sources import FileSource, LocalSource
+from olmo_rl.training.sources import FileSource, GeneratingSource
 from olmo_rl.training.sources import Source as RolloutSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY
@@ -34,53 +35,41 @@ CLOSING_METRICS = (
 )
 
 
-def run(config: Config) -> None:
-    """Look at the files, then start the ranks of this job; every rank runs `train`."""
-    refuse_files(config)
-    run_ranks(train, config)
-
-
-def train(config: Config) -> None:
-    """One rank, top to bottom."""
+def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
+    """One rank, top to bottom. `watchers` see the hooks of Lightning beside our own callbacks."""
     checkpoint = resolve_checkpoint(config)
     config = warm_start(config)
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=POLICY)
-    local = build_local(config) if config.rollouts.source is Source.local else None
-    data = RolloutDataModule(config, source=_source(config, local=local, strategy=strategy))
-    contract, checkpoints = ContractLog(config.run_dir), Checkpoints(config)
-    callbacks: list[Callback] = [contract]
+    parts = build_parts(config, strategy=strategy) if config.generates else None
+    data = RolloutDataModule(config, source=_source(config, parts=parts, strategy=strategy))
+    contract = ContractLog(config.run_dir)
     evaluation: Evaluation | None = None
-    if local is not None:
-        module.publish = local.engine.publish
+    if parts is not None:
+        module.publish = parts.publish
         if config.task.eval_problems > 0:
-            evaluation = Evaluation(config, local=local, contract=contract)
-            callbacks.append(evaluation)
-    if config.callbacks.pictures:
-        callbacks.append(PackPicture(config))
-    if config.callbacks.progress:
-        callbacks.append(ProgressDisplay(label="updates", total=config.trainer.max_steps))
-    callbacks.append(checkpoints)
-    trainer = build_trainer(
+            evaluation = Evaluation(config, parts=parts, contract=contract)
+    trainer, interrupted = fit(
         config,
         strategy=strategy,
-        max_steps=config.trainer.max_steps,
-        callbacks=callbacks,
-        loggers=build_loggers(config),
+        module=module,
+        data=data,
+        contract=contract,
+        evaluations=[*([] if evaluation is None else [evaluation]), *watchers],
+        checkpoint=checkpoint,
     )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    if parts is not None:
+        parts.close()
     if trainer.is_global_zero:
         _close(config, evaluation=evaluation, skipped=module.skipped_updates)
-    if checkpoints.interrupted:
+    if interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
 
 
-def _source(
-    config: Config, *, local: LocalRollouts | None, strategy: ExpertParallelStrategy
-) -> RolloutSource:
-    if local is None:
+def _source(config: Config, *, parts: RolloutParts | None, strategy: ExpertParallelStrategy) -> RolloutSource:
+    if parts is None:
         return FileSource(config)
-    return LocalSource(config, local=local, strategy=strategy)
+    return GeneratingSource(config, parts=parts, strategy=strategy)
 
 
 def _close(config: Config, *, evaluation: Evaluation | None, skipped: int) -> None:

@@ -6,9 +6,13 @@ judged, not this machine's.
 
 from __future__ import annotations
 
-from olmo_rl.backends import choose_attention
+import math
+from collections.abc import Mapping, Sequence
+
+from olmo_rl.backends import backends_of, missing
 from olmo_rl.config import Config
-from olmo_rl.data.preflight import Findings, look_into_files, look_into_task
+from olmo_rl.data.preflight import Findings, look_into_chat, look_into_files, look_into_task
+from olmo_rl.hf_config import directory_reasons
 from olmo_rl.planning.report import scoring_remark
 from olmo_rl.refusals import refusals
 from olmo_rl.types import Refusal, Topology
@@ -19,12 +23,17 @@ def run(config: Config) -> None:
     findings = Findings(reasons=refusals(config))
     look_into_files(config, findings, plan=not findings.reasons)
     look_into_task(config, findings)
+    look_into_chat(config, findings)
+    findings.reasons.extend(directory_reasons(config))
     if findings.reasons:
         raise Refusal(findings.reasons)
 
     model, topology = config.model, Topology(config.world_size, config.ep_degree)
-    attention = choose_attention(config.policy.attention.value, packed=config.packed)
-    total, active = count_parameters(config, attention=attention)
+    from olmo_rl.policy.footprint import memory_table  # after the refusals: they need no torch
+    from olmo_rl.policy.interop import parameter_shapes
+
+    shapes = parameter_shapes(model)
+    total, active = count_parameters(config, shapes=shapes)
     ranks = f"{config.world_size} x {config.trainer.accelerator}"
     rows = f"rows of up to {config.budget:,} tokens" if config.packed else "off, one sample a forward"
     print(f"{config.run_name}: nothing is refused")
@@ -33,7 +42,19 @@ def run(config: Config) -> None:
     if model.routed_layers:
         owned, routes = topology.experts_per_rank(model.num_experts), "replayed" if config.replay else "live"
         tell("experts", f"{model.num_experts}, top {model.top_k}, {owned} on each rank, routes {routes}")
-    tell("attention", f"{attention}, computed in {config.policy.dtype.value}")
+    mixers = ", ".join(
+        f"{key.removeprefix('policy.')} {row.name}" for key, row in backends_of(config).items()
+    )
+    compiled = ", compiled by block" if config.policy.compile else ""
+    tell("mixers", f"{mixers}; computed in {config.policy.dtype.value}{compiled}")
+    if model.routed_layers and config.expert_dtype is not config.policy.dtype:
+        tell("experts", f"computed in {config.expert_dtype.value}")
+    for line in memory_table(config, shapes=shapes):
+        tell("memory", f"{line.name:<11} {line.bytes / 2**30:9.2f} GiB  {line.how}")
+    whole = sum(line.bytes for line in memory_table(config, shapes=shapes)) / 2**30
+    tell("memory", f"{'sum':<11} {whole:9.2f} GiB  of the largest rank, an estimate")
+    for line in missing(config):
+        tell("lacking", f"on this machine: {line}")
     tell("packing", f"{rows}; balance {config.balance.kind.value}")
     if findings.files:
         samples = f"{findings.samples:,} samples of up to {findings.longest:,} tokens"
@@ -44,16 +65,10 @@ def run(config: Config) -> None:
     print(scoring_remark(config, steps_in_collection=steps))
 
 
-def count_parameters(config: Config, *, attention: str) -> tuple[int, int]:
+def count_parameters(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
     """Parameters of the whole model, and those that one token meets."""
-    import torch  # after the refusals: they need none of it, and it takes seconds
-
-    from olmo_rl.policy.hybrid import HybridDecoder
-
     model = config.model
-    with torch.device("meta"):
-        decoder = HybridDecoder(model, attention=attention)
-    total = sum(parameter.numel() for parameter in decoder.parameters())
+    total = sum(math.prod(shape) for shape in shapes.values())
     expert = 3 * (model.latent_dim or model.dim) * model.expert_hidden
     return total, total - len(model.routed_layers) * expert * max(0, model.num_experts - model.top_k)
 

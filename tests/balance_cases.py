@@ -9,13 +9,16 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -31,6 +34,7 @@ from olmo_rl.config import (
     BalanceKind,
     BalanceLevel,
     BatchConfig,
+    CallbacksConfig,
     Config,
     OptimConfig,
     PackingConfig,
@@ -41,6 +45,7 @@ from olmo_rl.config import (
     StrategyKind,
     TrainerConfig,
 )
+from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.training.build import build_trainer
 from olmo_rl.training.callbacks import ContractLog
 from olmo_rl.training.datamodule import RolloutDataModule
@@ -62,16 +67,22 @@ BALANCES = {
     "anneal": ANNEAL,
     "anneal order": replace(ANNEAL, level=BalanceLevel.order),
 }
+EXACT = ("none", "anneal", "anneal recomputed")
 
 
 def write_inputs(directory: Path) -> None:
-    """One file of two updates of 24 samples each."""
+    """One file of two updates of 24 samples each, and three of one update."""
     rng = np.random.default_rng(7)
     shapes = [(int(a), int(b)) for a, b in zip(rng.integers(1, 9, 48), rng.integers(1, 22, 48), strict=True)]
     write_files(directory / "input", [samples_of(shapes, seed=11)])
+    files = [samples_of(shapes[8 * i : 24 + 8 * i], seed=20 + i, prefix=f"f{i}-") for i in range(3)]
+    write_files(directory / "three", files)
+    write_files(directory / "broken", files)
+    with (directory / "broken" / "files" / "collection-00001.parquet").open("r+b") as second:
+        second.truncate(100)
 
 
-def config_for(directory: Path, name: str, **sections: Any) -> Config:
+def config_for(directory: Path, name: str, *, files: str = "input", **sections: Any) -> Config:
     fields: dict[str, Any] = {
         "trainer": TrainerConfig(devices=WORLD, max_steps=2),
         "strategy": StrategyConfig(kind=StrategyKind.expert_parallel, ep_degree=2, timeout_seconds=SECONDS),
@@ -81,7 +92,7 @@ def config_for(directory: Path, name: str, **sections: Any) -> Config:
         # Adam divides by the root of the second moment: eps above rounding keeps it from blowing rounding up.
         "optim": OptimConfig(lr=1e-4, warmup_steps=0, max_grad_norm=None, eps=1e-5),
     }
-    config = config_of(directory / "input", **(fields | sections))
+    config = config_of(directory / files, **(fields | sections))
     return replace(config, run_name=name, run_dir=str(directory / name))
 
 
@@ -108,6 +119,11 @@ class Adam:
 def events(config: Config, *, rank: int) -> list[dict[str, Any]]:
     log = Path(config.run_dir) / f"training_contract_rank{rank}.jsonl"
     return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def rows(config: Config) -> list[dict[str, float]]:
+    path = Path(config.run_dir) / "metrics.csv"
+    return read_metrics(path) if path.is_file() else []
 
 
 class CorruptRoute(Callback):
@@ -140,6 +156,78 @@ def corrupt(directory: Path) -> dict[str, Any]:
     }
 
 
+class Exact(ExpertParallelStrategy):
+    """Every weight and every sum in float64."""
+
+    def parallelize(self, decoder: HybridDecoder) -> None:
+        self.dtype = self.expert_dtype = torch.float64
+        super().parallelize(decoder.double())
+
+
+def train_exactly(config: Config) -> None:
+    module = PolicyModule(config, objective=POLICY)
+    trainer = build_trainer(
+        config,
+        strategy=Exact(config),
+        max_steps=config.trainer.max_steps,
+        callbacks=[ContractLog(config.run_dir)],
+        loggers=[],
+    )
+    trainer.fit(module, datamodule=RolloutDataModule(config, source=FileSource(config)))
+
+
+def mend_and_resume(config: Config) -> None:
+    """The second of three files cannot be read, which is found while the first one trains."""
+    with pytest.raises(Refusal, match=r"collection-00001\.parquet"):
+        train.train(config)
+    names = sorted(path.name for path in (Path(config.run_dir) / "checkpoints").iterdir())
+    assert names == ["step-1"], "it is refused when it is to be trained, after the update before it"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = Path(str(config.rollouts.path)) / "collection-00001.parquet"
+        shutil.copy(path.parents[2] / "three" / "files" / path.name, path)
+    dist.barrier()
+    train.train(replace(config, ckpt_path="last"))
+
+
+def interrupt_and_resume(config: Config) -> None:
+    """Two updates of one file, by two runs of one."""
+    train.train(replace(config, trainer=replace(config.trainer, max_steps=1)))
+    dist.barrier()
+    train.train(replace(config, ckpt_path="last"))
+
+
+def forms(directory: Path) -> dict[str, tuple[Callable[[Config], None], Config]]:
+    """What is run on which configuration, by name."""
+    sections: dict[str, dict[str, Any]] = {name: {"balance": balance} for name, balance in BALANCES.items()}
+    sections["anneal at hand-over"] = {"balance": replace(ANNEAL, overlap=False)}
+    sections["anneal recomputed"] = sections["anneal"] | {"policy": PolicyConfig(recompute=Recompute.full)}
+    sections["stride"] = {"balance": replace(ANNEAL, layer_stride=2)}
+    padded = PackingConfig(kind=PackingKind.consecutive, max_tokens=64, pad_to_budget=True)
+    sections["greedy padded"] = sections["greedy"] | {"packing": padded}
+    sections["capped"] = {"balance": replace(ANNEAL, max_destination_load=1)}
+    three = {"files": "three", "trainer": TrainerConfig(devices=WORLD, max_steps=3)}
+    sections["files ahead"] = three | {"balance": ANNEAL}
+    sections["files at hand-over"] = three | {"balance": replace(ANNEAL, overlap=False)}
+    found: dict[str, tuple[Callable[[Config], None], Config]] = {
+        name: (train.train, config_for(directory, name, **fields)) for name, fields in sections.items()
+    }
+    found["anneal interrupted"] = (
+        interrupt_and_resume,
+        config_for(directory, "anneal interrupted", balance=ANNEAL),
+    )
+    saving = CallbacksConfig(progress=False, pictures=False, checkpoint_interval=1)
+    found["files mended"] = (
+        mend_and_resume,
+        config_for(
+            directory, "files mended", balance=ANNEAL, callbacks=saving, **(three | {"files": "broken"})
+        ),
+    )
+    for name in EXACT:
+        found[f"{name} exact"] = train_exactly, config_for(directory, f"{name} exact", **sections[name])
+    return found
+
+
 def run_rank(number: int, directory: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "GROUP_RANK": "0"}
@@ -154,24 +242,18 @@ def run_rank(number: int, directory: str) -> None:
     )
     watch, results = Watch(), {}
     adam = Adam(watch)
-    forms: dict[str, dict[str, Any]] = {name: {"balance": balance} for name, balance in BALANCES.items()}
-    forms["anneal at hand-over"] = {"balance": replace(ANNEAL, overlap=False)}
-    forms["anneal recomputed"] = forms["anneal"] | {"policy": PolicyConfig(recompute=Recompute.full)}
-    forms["stride"] = {"balance": replace(ANNEAL, layer_stride=2)}
-    forms["capped"] = {"balance": replace(ANNEAL, max_destination_load=1)}
     path = Path(directory)
     with (
         register_module_forward_hook(watch.on_forward),
         register_optimizer_step_pre_hook(watch.on_step),
         register_optimizer_step_post_hook(adam.on_stepped),
     ):
-        for name, sections in forms.items():
+        for name, (job, config) in forms(path).items():
             watch.clear()
             adam.states = []
-            config = config_for(path, name, **sections)
             found: dict[str, Any] = {"ended": None}
             try:
-                train.train(config)
+                job(config)
             except Refusal as refusal:
                 results[name] = {"ended": str(refusal)}
                 continue
@@ -181,7 +263,7 @@ def run_rank(number: int, directory: str) -> None:
                 "adam": adam.states,
                 "weights": digest({n: full(p) for n, p in watch.decoder.named_parameters()}),
                 "events": events(config, rank=number),
-                "rows": read_metrics(Path(config.run_dir) / "metrics.csv") if number == 0 else [],
+                "rows": rows(config) if number == 0 else [],
             }
             results[name] = found
         for name in ("none", "anneal"):

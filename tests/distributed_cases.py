@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from routed_fixture import FIXTURE_BUDGET, FIXTURE_MODEL, fixture_samples
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
@@ -43,6 +44,7 @@ from olmo_rl.config import (
     RolloutsConfig,
     ScoringConfig,
     ScoringMode,
+    SftConfig,
     Source,
     StrategyConfig,
     StrategyKind,
@@ -53,6 +55,7 @@ from olmo_rl.config import (
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.training.build import build_trainer
+from olmo_rl.training.callbacks import ContractLog
 from olmo_rl.training.datamodule import RolloutDataModule
 from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.training.module import PolicyModule
@@ -144,7 +147,7 @@ class Rank:
         found: dict[str, Any] = {"ended": None}
         try:
             recipe(config)
-        except (Refusal, FloatingPointError) as error:
+        except Refusal as error:
             found["ended"] = f"{type(error).__name__}: {error}"
         except SystemExit as ended:
             found["ended"] = ended.code
@@ -191,8 +194,31 @@ def write_inputs(directory: Path) -> None:
     write_files(directory / "uneven", [[*uneven, masked(replace(d, reward=1.0))]])
     huge = [replace(s, reward=3e38 if i % 2 else -3e38) for i, s in enumerate(samples_of(TWELVE[:4], seed=5))]
     write_files(directory / "huge", [huge])
+    write_files(directory / "fixture", [fixture_samples("u1-"), fixture_samples("u2-")])
+    write_files(directory / "changed fixture", [fixture_samples("u1-", changed=True)])
     lines = [json.dumps({"prompt": f"{'ab' * (i % 4)}{i}?", "answer": str(i)}) for i in range(100)]
     (directory / "problems.jsonl").write_text("\n".join(lines) + "\n")
+    chat = [{"prompt": f"{i}{'q' * (i % 7)}", "response": f"{i * i}{'r' * (i % 4)}"} for i in range(11)]
+    for name, rows in (("chat", chat), ("broken", [*chat[:7], {"messages": []}, *chat[8:]])):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text(text)
+
+
+def follow_fixture(rank: Rank) -> None:
+    """Two updates and the scores of the documents in routed_fixture.py, packed and unpacked."""
+    packed = PackingConfig(kind=PackingKind.consecutive, max_tokens=FIXTURE_BUDGET)
+    for name, packing in (("packed", packed), ("unpacked", PackingConfig())):
+        sections: dict[str, Any] = {
+            "model": FIXTURE_MODEL,
+            "packing": packing,
+            "loss": LossConfig(tis_low=0.9, tis_high=1.1),
+        }
+        steps = TrainerConfig(devices=rank.world, max_steps=2)
+        name = f"fixture {name}"
+        rank.run(name, train.train, rank.config(name, files="fixture", trainer=steps, **sections))
+        for files in ("fixture", "changed fixture"):
+            run = f"{name} scores of {files}"
+            rank.run(run, score.score, rank.config(run, files=files, **sections))
 
 
 def compare_updates(rank: Rank) -> None:
@@ -275,6 +301,28 @@ def generate(rank: Rank) -> None:
     rank.run("local", train.train, rank.config("local", init_from=weights, **local))
 
 
+def converse(rank: Rank) -> None:
+    """Supervised updates on chat data, padded, with held-out loss; then data whose eighth row, the second
+    rank's to read, is no conversation.
+    """
+    for name, evaluated in (("chat", True), ("broken", False)):
+        held_out = str(rank.directory / "chat.jsonl") if evaluated else None
+        config = rank.config(
+            name,
+            recipe=Recipe.sft,
+            sft=SftConfig(
+                path=str(rank.directory / f"{name}.jsonl"),
+                shuffle_buffer=5 if evaluated else 1,
+                eval_path=held_out,
+                eval_samples=5 if evaluated else None,
+            ),
+            batch=BatchConfig(samples_per_step=4),
+            packing=PackingConfig(kind=PackingKind.consecutive, max_tokens=32, pad_to_budget=True),
+            trainer=TrainerConfig(devices=rank.world, max_steps=3),
+        )
+        rank.run(f"{name} data", sft.train, config)
+
+
 def publish(rank: Rank) -> None:
     """What a publisher is given, by policy version, and what the policy then holds."""
     given: dict[int, str] = {}
@@ -287,6 +335,33 @@ def publish(rank: Rank) -> None:
     trainer.fit(module, datamodule=data)
     held = digest({name: full(parameter) for name, parameter in module.policy.named_parameters()})
     rank.results["published"] = {"given": given, "held": held}
+
+
+class InDouble(ExpertParallelStrategy):
+    """Weights, forwards and reductions in float64."""
+
+    def parallelize(self, decoder: HybridDecoder) -> None:
+        self.dtype = self.expert_dtype = torch.float64
+        super().parallelize(decoder.double())
+
+
+def train_in_double(config: Config) -> None:
+    trainer = build_trainer(
+        config, strategy=InDouble(config), max_steps=1, callbacks=[ContractLog(config.run_dir)], loggers=[]
+    )
+    data = RolloutDataModule(config, source=FileSource(config))
+    trainer.fit(PolicyModule(config, objective=POLICY), datamodule=data)
+
+
+def pad(rank: Rank) -> None:
+    """One update with and without pads, with replayed and live routes, in float64 and float32."""
+    for replay in (True, False):
+        for pads in (False, True):
+            packing = PackingConfig(kind=PackingKind.consecutive, max_tokens=BUDGET, pad_to_budget=pads)
+            sections = {"packing": packing, "policy": PolicyConfig(replay=replay)}
+            name = f"{'padded' if pads else 'bare'} {'replayed' if replay else 'live'}"
+            rank.run(f"{name} double", train_in_double, rank.config(f"{name} double", **sections))
+            rank.run(name, train.train, rank.config(name, **sections))
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
@@ -307,8 +382,11 @@ def run_rank(number: int, world: int, directory: str) -> None:
         compare_updates(rank)
         if world < 4:
             generate(rank)
+            converse(rank)
+            follow_fixture(rank)
         if world == 2:
             follow_contracts(rank)
+            pad(rank)
             interrupt_and_resume(rank)
             publish(rank)
     torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceConfig
-from olmo_rl.planning.search import Planned, plan_batch_with_evidence
+from olmo_rl.planning.schedule import Schedule, StepInput
+from olmo_rl.planning.search import plan_batch
 from olmo_rl.types import Topology
 
 
@@ -21,15 +22,17 @@ class Case:
     topology: Topology
     budget: int
 
-    def plan(self, balance: BalanceConfig) -> Planned:
+    def plan(self, balance: BalanceConfig) -> Schedule:
         ids = [f"sample-{i}" for i in range(len(self.lengths))]
-        return plan_batch_with_evidence(
-            self.lengths,
-            ids=ids,
-            loads=self.loads,
-            budget=self.budget,
-            topology=self.topology,
-            balance=balance,
+        return plan_batch(
+            StepInput(
+                lengths=self.lengths,
+                ids=ids,
+                loads=self.loads,
+                budget=self.budget,
+                topology=self.topology,
+                balance=balance,
+            )
         )
 
 

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
-from collections.abc import Sequence
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
-from olmo_rl.backends import ATTENTION_BACKENDS
-from olmo_rl.config import ModelConfig
+from olmo_rl.backends import (
+    ATTENTION_BACKENDS,
+    Backend,
+    attention_of,
+    backends_of,
+    importable,
+    linear_of,
+    missing,
+)
+from olmo_rl.choices import Attention, Dtype, LayerType, PackingKind
+from olmo_rl.config import Config, ModelConfig, PackingConfig, PolicyConfig, QkNorm, TrainerConfig
 from olmo_rl.data.packs import PackContext
+from olmo_rl.policy import kernels
 from olmo_rl.policy.attention import DocumentAttention, document_attention, rotate
 from olmo_rl.types import Refusal
 
@@ -162,7 +179,7 @@ def test_torch_backend_equals_reference_on_a_single_document() -> None:
     [
         (None, {}),
         (4, {}),
-        (None, {"rope_theta": None, "qk_norm": False}),
+        (None, {"rope_theta": None, "qk_norm": QkNorm.none}),
         (3, {"num_kv_heads": 4}),
     ],
 )
@@ -210,8 +227,184 @@ def test_torch_backend_refuses_more_than_one_document_naming_both_keys() -> None
         layer(normal(7, 24, seed=1, dtype=torch.float32), context_of([4, 3]))
 
 
-def test_unknown_and_unimplemented_backends_are_refused_by_name() -> None:
+def test_backends_that_are_unknown_or_do_not_fit_are_refused_by_name_and_what_to_change() -> None:
     x = normal(3, 1, 8, seed=1)
-    for name in ("fastest", *(set(ATTENTION_BACKENDS) - {"torch", "reference"})):
-        with pytest.raises(Refusal, match=rf"policy\.attention={name} .*reference, torch"):
+    with pytest.raises(
+        Refusal, match=r"policy\.attention=fastest is unknown: choose .*reference, torch, varlen"
+    ):
+        document_attention(x, k=x, v=x, context=context_of([3]), backend="fastest", window=None)
+    for name in set(ATTENTION_BACKENDS) - {"torch", "reference"}:
+        with pytest.raises(
+            Refusal, match=rf"={name} does not take heads of 8 .*float64 on cpu: set .*=reference"
+        ):
             document_attention(x, k=x, v=x, context=context_of([3]), backend=name, window=None)
+
+
+# The signatures of `flash_attn_varlen_func` in the releases that the table of backends names.
+def signature_2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+    causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    return None
+
+
+def signature_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+    sm_margin=0, return_attn_probs=False,
+):  # fmt: skip
+    return None
+
+
+def signature_4(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None,
+    softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0,
+    num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, return_lse=False,
+):  # fmt: skip
+    return None
+
+
+KERNELS = [
+    ("flash_2", "flash_attn.flash_attn_interface", signature_2, -1),
+    ("flash_3", "flash_attn_interface", signature_3, -1),
+    ("flash_4", "flash_attn.cute", signature_4, None),
+]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("name", "module", "signature", "unbounded"), KERNELS)
+def test_boundaries_reach_the_slots_of_every_flash_attention_by_keyword(
+    name: str,
+    module: str,
+    signature: Callable[..., None],
+    unbounded: int | None,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context = context_of(LENGTHS)
+    q, k, v = (normal(sum(LENGTHS), heads, 8, seed=heads) for heads in (4, 2, 2))
+    seen: dict[str, Any] = {}
+
+    def record(*positional: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        assert len(positional) <= 3, "boundaries travel by keyword"
+        seen.update(inspect.signature(signature).bind(*positional, **named).arguments)
+        return q * 2, q
+
+    for parent in [module[:i] for i, letter in enumerate(module) if letter == "."]:
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    package = types.ModuleType(module)
+    package.flash_attn_varlen_func = record  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module, package)
+    out = getattr(kernels, name)(q, k, v, context, window)
+    assert torch.equal(out, q * 2), "the first of a tuple is the output"
+    assert seen.pop("q") is q
+    assert seen.pop("k") is k
+    assert seen.pop("v") is v
+    assert seen.pop("cu_seqlens_q") is context.cu_seqlens
+    assert seen.pop("cu_seqlens_k") is context.cu_seqlens
+    left = unbounded if window is None else 3
+    assert seen == {"max_seqlen_q": 17, "max_seqlen_k": 17, "causal": True, "window_size": (left, 0)}
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, (-1, 0)), (4, (3, 0)), (1, (0, 0))])
+def test_varlen_attention_is_told_to_look_back_only(
+    window: int | None, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = context_of(LENGTHS)
+    q, k, v = (normal(sum(LENGTHS), heads, 8, seed=heads) for heads in (4, 2, 2))
+    signature, seen = inspect.signature(varlen.varlen_attn), {}
+
+    def record(*positional: Any, **named: Any) -> Tensor:
+        assert len(positional) <= 3, "boundaries travel by keyword"
+        seen.update(signature.bind(*positional, **named).arguments)
+        return q
+
+    monkeypatch.setattr(varlen, "varlen_attn", record)
+    assert kernels.varlen_attention(q, k, v, context, window) is q
+    edges = (seen.pop("cu_seq_q"), seen.pop("cu_seq_k"))
+    assert edges[0] is context.cu_seqlens
+    assert edges[1] is context.cu_seqlens
+    assert (seen.pop("query") is q, seen.pop("key") is k, seen.pop("value") is v) == (True, True, True)
+    assert seen == {"max_q": 17, "max_k": 17, "window_size": expected, "enable_gqa": True}
+
+
+def test_kernels_are_given_no_boundaries_that_break_their_contract() -> None:
+    context = context_of(LENGTHS)
+    strided = torch.stack([context.cu_seqlens, context.cu_seqlens], 1)[:, 0]
+    for edges in (context.cu_seqlens.long(), strided, context.cu_seqlens[:-1]):
+        with pytest.raises(AssertionError, match="cu_seqlens"):
+            kernels.boundaries_of(dataclasses.replace(context, cu_seqlens=edges))
+
+
+def configured(*types: LayerType, packed: bool = True, **policy: Any) -> Config:
+    """A model of these layers for one GPU in bfloat16, heads of 64 channels."""
+    model = ModelConfig(layer_types=list(types), head_dim=64, kda_head_dim=64)
+    return Config(
+        model=model,
+        trainer=TrainerConfig(accelerator=policy.pop("accelerator", "gpu")),
+        policy=PolicyConfig(**({"dtype": Dtype.bfloat16} | policy)),
+        packing=PackingConfig(kind=PackingKind.consecutive if packed else PackingKind.none),
+    )
+
+
+def test_auto_takes_kernels_where_they_fit_and_the_reference_elsewhere() -> None:
+    both = (LayerType.linear_attention, LayerType.full_attention)
+    expected = [
+        (configured(*both), ("varlen", "fla")),
+        (configured(*both, packed=False), ("torch", "fla")),
+        (configured(*both, dtype=Dtype.float32), ("reference", "reference")),
+        (configured(*both, accelerator="cpu"), ("reference", "reference")),
+        (configured(*both, attention=Attention.flash_4), ("flash_4", "fla")),
+    ]
+    for config, names in expected:
+        assert (attention_of(config), linear_of(config)) == names
+    wide = configured(*both)
+    wide.model.head_dim = 260
+    assert attention_of(wide) == "reference"
+    assert list(backends_of(configured(LayerType.full_attention))) == ["policy.attention"]
+
+
+def test_a_row_without_windows_takes_no_sliding_layer() -> None:
+    row = Backend(
+        name="x", devices=frozenset({"cpu"}), dtypes=frozenset({"float32"}), documents=True, sliding=False
+    )
+    assert row.takes(device="cpu", dtype="float32", head_dim=8)
+    assert not row.takes(device="cpu", dtype="float32", head_dim=8, sliding=True)
+
+
+def test_a_package_that_is_missing_is_told_at_the_start_with_the_command_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = (LayerType.full_attention,)
+    assert missing(configured(*full)) == []
+    (line,) = missing(configured(*full, attention=Attention.flash_2))
+    assert line.startswith("policy.attention: flash_2 needs flash_attn.flash_attn_interface, which is not")
+    assert "pip install flash-attn==2.8.3 --no-build-isolation, or set policy.attention=reference" in line
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (line,) = missing(configured(*full, accelerator="cpu", dtype=Dtype.float32, compile=True))
+    assert line.startswith("policy.compile=true needs a C++ compiler, and no-such-compiler is not installed")
+
+
+def test_a_namespace_of_flash_attention_4_is_not_taken_for_flash_attention_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert importable("flash_attn.cute")
+    assert not importable("flash_attn.flash_attn_interface")
+    monkeypatch.delitem(sys.modules, "flash_attn")
+
+
+def test_a_gpu_outside_a_kernels_range_is_refused_with_both_numbers() -> None:
+    rows = {"policy.attention": ATTENTION_BACKENDS["flash_3"]}
+    kernels.refuse_gpu(rows, capability=(9, 0))
+    with pytest.raises(
+        Refusal, match=r"policy.attention: flash_3 needs .* 9.0 or more and below 10.0, .*has 8.0"
+    ):
+        kernels.refuse_gpu(rows, capability=(8, 0))
+    with pytest.raises(Refusal, match=r"this GPU has 10.0"):
+        kernels.refuse_gpu(rows, capability=(10, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,14 @@ from olmo_rl.config import (
 )
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import load_weights, save_weights
-from olmo_rl.training.checkpoints import complete_checkpoints, resolve_checkpoint
+from olmo_rl.refusals import refusals
+from olmo_rl.run_directory import (
+    MANIFEST,
+    complete_checkpoints,
+    finish_checkpoint,
+    named_checkpoints,
+)
+from olmo_rl.training.checkpoints import resolve_checkpoint
 from olmo_rl.training.module import parameter_groups
 from olmo_rl.types import Refusal
 
@@ -136,7 +144,7 @@ def test_a_checkpoint_loads_with_weights_only_and_holds_plain_values(straight: R
     meta = torch.load(complete_checkpoints(straight.config.run_dir)[-1] / "meta.pt", weights_only=True)
     assert meta["global_step"] == 4
     assert meta["skipped_updates"] == 0
-    assert meta["RolloutDataModule"] == {"collections_drawn": 4}
+    assert meta["RolloutDataModule"] == {"collections_drawn": 4, "skips_in_a_row": 0, "pending": None}
     assert "hyper_parameters" not in meta
 
 
@@ -145,7 +153,7 @@ def test_an_update_after_the_crash_point_replaces_its_row_in_metrics_csv(tmp_pat
     config = file_config(tmp_path / "run", updates=3, callbacks=CallbacksConfig(
         progress=False, pictures=False, checkpoint_interval=1, keep_checkpoints=9))  # fmt: skip
     before = fit(config).rows
-    for path in complete_checkpoints(config.run_dir)[1:]:  # as if the process died before it saved
+    for path in named_checkpoints(config.run_dir)[1:]:  # as if the process died before it saved
         path.rename(path.with_name(f"{path.name}.incomplete"))
     run = fit(resumed(config, updates=4))
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
@@ -220,21 +228,125 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["step-3", "step-4"]
 
 
-def test_a_half_written_checkpoint_is_never_chosen(straight: Run, tmp_path: Path) -> None:
+def write_checkpoint(run_dir: Path, *, step: int) -> Path:
+    """Something whole with a checkpoint's name."""
+    final = run_dir / "checkpoints" / f"step-{step}"
+    scratch = final.with_name(f"{final.name}.incomplete")
+    scratch.mkdir(parents=True)
+    for name, size in {".metadata": 7, "meta.pt": 5, "__0_0.distcp": 31, "__1_0.distcp": 29}.items():
+        (scratch / name).write_bytes(bytes(size))
+    finish_checkpoint(scratch, final=final)
+    return final
+
+
+def test_the_newest_whole_checkpoint_is_chosen_by_number_and_names_alone_do_not_count(
+    straight: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = replace(straight.config, ckpt_path="last", run_dir=str(tmp_path))
-    for name in ("step-2", "step-10", "step-11.incomplete", "step-final"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        for part in (".metadata", "meta.pt"):
-            (tmp_path / "checkpoints" / name / part).touch()
-    (tmp_path / "checkpoints" / "step-12").mkdir()  # renamed, then damaged
-    assert resolve_checkpoint(config) == str(tmp_path / "checkpoints" / "step-10")
+    for step in (2, 10, 11, 12):
+        write_checkpoint(tmp_path, step=step)
+    directory = tmp_path / "checkpoints"
+    (directory / "step-11").rename(directory / "step-11.incomplete")
+    shutil.copytree(directory / "step-12", directory / "step-final")
+    (directory / "step-12" / MANIFEST).unlink()
+    (directory / "step-13").mkdir()
+    assert resolve_checkpoint(config) == str(directory / "step-10")
+    told = capsys.readouterr().out.splitlines()
+    damage = f"is damaged, {MANIFEST} is missing or damaged: passed over"
+    assert told == [f"{directory / name} {damage}" for name in ("step-13", "step-12")]
+
+
+def test_a_checkpoint_that_lost_any_file_or_any_byte_is_passed_over_and_refused_by_that_file(
+    straight: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = complete_checkpoints(straight.config.run_dir)[0]
+    config = replace(straight.config, run_dir=str(tmp_path))
+    shutil.copytree(older.parent, tmp_path / "checkpoints")
+    newest = tmp_path / "checkpoints" / "step-4"
+    files = sorted(newest.iterdir())
+    assert {path.name for path in files} == {".metadata", "__0_0.distcp", MANIFEST, "meta.pt"}
+    for path in files:
+        whole = path.read_bytes()
+        for damage in (None, b"", whole[: len(whole) // 2], whole[:-1], whole + b"0"):
+            path.unlink(missing_ok=True)
+            if damage is not None:
+                path.write_bytes(damage)
+            assert resolve_checkpoint(replace(config, ckpt_path="last")) == str(newest.with_name("step-2"))
+            assert path.name in capsys.readouterr().out
+            with pytest.raises(Refusal, match=f"no whole checkpoint, .*{path.name}"):
+                resolve_checkpoint(replace(config, ckpt_path=str(newest)))
+        path.write_bytes(whole)
+    assert resolve_checkpoint(replace(config, ckpt_path="last")) == str(newest)
+
+
+def test_what_a_killed_save_left_is_no_checkpoint_and_goes_when_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=2)
+    fit(config)
+    scratch = tmp_path / "run" / "checkpoints" / "step-3.incomplete"
+    shutil.copytree(scratch.with_name("step-2"), scratch)  # killed just before the rename
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["step-2"]
+    with pytest.raises(Refusal, match="still being written when its run ended"):
+        resolve_checkpoint(replace(config, ckpt_path=str(scratch)))
+    fit(resumed(config, updates=4))
+    assert names(tmp_path / "run") == ["step-2", "step-4"]
+
+
+def test_a_run_from_an_older_checkpoint_is_another_run_and_leaves_the_first_alone(
+    straight: Run, tmp_path: Path
+) -> None:
+    first = Path(straight.config.run_dir)
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    older = first / "checkpoints" / "step-2"
+    (line,) = refusals(replace(straight.config, ckpt_path=str(older)))
+    assert "the run directory holds an earlier run" in line
+    assert "choose another run_name" in line
+    branch = replace(straight.config, run_dir=str(tmp_path / "branch"), run_name="branch")
+    callbacks = CallbacksConfig(progress=False, pictures=False, checkpoint_interval=1, keep_checkpoints=1)
+    run = fit(replace(resumed(branch, updates=4, path=str(older)), callbacks=callbacks))
+    check_same_end(run, straight)
+    assert names(tmp_path / "branch") == ["step-4"]
+    assert [row["step"] for row in run.rows] == [3, 4]
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
+
+
+def test_a_refusal_of_a_later_file_keeps_the_updates_before_it(
+    straight: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = files(FILES)
+    stranger = replace(good[2][0], tokens=good[2][0].tokens + MODEL.vocab_size)
+    write_files(tmp_path / "run", [*good[:2], [stranger, *good[2][1:]], *good[3:]])
+    config = file_config(tmp_path / "run", updates=4, interval=None)
+    with pytest.raises(Refusal, match="collection-00002"):
+        fit(config)
+    assert names(tmp_path / "run") == ["step-2"]
+    assert "refused after update 2, which is saved" in capsys.readouterr().out
+    write_files(tmp_path / "run", good)
+    check_same_end(fit(resumed(config, updates=4)), straight)
+
+
+def test_lines_that_a_killed_process_left_unfinished_are_cut_before_a_run_goes_on(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=2)
+    fit(config)
+    for name, rest in (("metrics.csv", "3,0.25,"), ("training_contract_rank0.jsonl", '{"event": "opt')):
+        with (tmp_path / "run" / name).open("a") as file:
+            file.write(rest)
+    run = fit(resumed(config, updates=3))
+    assert [row["step"] for row in run.rows] == [1, 2, 3]
+    assert run.rows[0].keys() == run.rows[2].keys()
+    assert [event["step"] for event in run.events("optimizer")] == [1, 2, 3]
 
 
 def test_a_path_that_is_no_checkpoint_is_refused(straight: Run, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match=r"ckpt_path=last: .* holds no complete checkpoint"):
         resolve_checkpoint(replace(straight.config, ckpt_path="last", run_dir=str(tmp_path)))
-    with pytest.raises(Refusal, match=r"not a checkpoint directory"):
+    with pytest.raises(Refusal, match=r"no whole checkpoint, manifest.json is missing"):
         resolve_checkpoint(replace(straight.config, ckpt_path=str(tmp_path)))
+    with pytest.raises(Refusal, match=r"no whole checkpoint, no such directory"):
+        resolve_checkpoint(replace(straight.config, ckpt_path=str(tmp_path / "gone")))
     assert resolve_checkpoint(straight.config) is None
 
 

@@ -16,6 +16,7 @@ from olmo_rl.data.collate import batch_of_rank, collate, count_normalisers
 from olmo_rl.data.packs import TOKEN_FIELDS, Pack, RouteMode
 from olmo_rl.planning.loads import collection_loads, tail_routes
 from olmo_rl.planning.packing import plan_step
+from olmo_rl.planning.schedule import StepInput
 from olmo_rl.planning.search import plan_batch
 from olmo_rl.policy.loss import scored_slots
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, SearchLog, Topology
@@ -217,18 +218,20 @@ def test_consecutive_plans_keep_every_sample_with_its_own_values(world: int) -> 
     check_pairing(plan_step(lengths, budget=20, topology=Topology(world)), topology=Topology(world))
 
 
-@pytest.mark.parametrize("kind", [BalanceKind.greedy, BalanceKind.reference])
+@pytest.mark.parametrize("kind", [BalanceKind.greedy, BalanceKind.reference, BalanceKind.anneal])
 def test_a_planner_that_permutes_the_batch_keeps_every_sample_with_its_own_values(kind: BalanceKind) -> None:
     samples, topology = marked_samples(), Topology(4, 2)
     lengths = np.array([len(sample) for sample in samples])
     plan = plan_batch(
-        lengths,
-        ids=[sample.id for sample in samples],
-        loads=collection_loads(samples, layout=LAYOUT, topology=topology),
-        budget=20,
-        topology=topology,
-        balance=BalanceConfig(kind=kind, seconds=0.2),
-    )
+        StepInput(
+            lengths=lengths,
+            ids=[sample.id for sample in samples],
+            loads=collection_loads(samples, layout=LAYOUT, topology=topology),
+            budget=20,
+            topology=topology,
+            balance=BalanceConfig(kind=kind, seconds=60.0),
+        )
+    ).plan
     assert plan.positions != plan_step(lengths, budget=20, topology=topology).positions
     check_pairing(plan, topology=topology)
 

@@ -51,10 +51,12 @@ def test_the_packing_event_describes_this_ranks_packs(logged: Run) -> None:
             "samples": 8,
             "packs": len(packs),
             "real_tokens": sum(lengths),
+            "padded_tokens": sum(lengths),
             "max_pack_tokens": max(tokens),
             "token_budget": 20,
             "fill": pytest.approx(sum(lengths) / (len(packs) * 20)),
             "samples_per_pack": [len(pack) for pack in packs],
+            "plan": "planned",
         }
 
 

@@ -23,7 +23,9 @@ from olmo_rl.config import (
     TaskConfig,
     TrainerConfig,
 )
-from olmo_rl.types import Refusal, Sample
+from olmo_rl.training.collecting import Drawn, cut
+from olmo_rl.training.counting import LoadCounter
+from olmo_rl.types import Refusal, Sample, Topology
 
 
 def trained(run: Run, *, update: int = 0) -> dict[str, Sample]:
@@ -162,6 +164,36 @@ def test_samples_older_than_the_lag_bound_are_dropped_and_counted(tmp_path: Path
     assert run.events("optimizer")[2]["policy_versions"] == [1, 2]
 
 
+def lagging(run_dir: Path, samples: list[Sample], *, max_lag: int) -> Run:
+    """One file in updates of two samples."""
+    return run_files(
+        run_dir,
+        [samples],
+        rollouts=RolloutsConfig(source=Source.files, path=str(run_dir / "files"), max_lag=max_lag),
+        batch=BatchConfig(samples_per_step=2),
+        trainer=TrainerConfig(max_steps=9),
+    )
+
+
+def test_a_sample_is_too_old_for_the_step_that_would_train_it_not_for_its_collection(tmp_path: Path) -> None:
+    samples = samples_of()
+    for sample, version in zip(samples, (0, 0, 0, 0, 1, 0, 1, 1), strict=True):
+        sample.policy_version = version
+    run = lagging(tmp_path / "run", samples, max_lag=1)
+    # The third step finds policy version 2, the fourth version 3; the next young sample takes a place.
+    assert run.recorder.ids == [["s0", "s1"], ["s2", "s3"], ["s4", "s6"]]
+    assert (run.rows[0]["batch/over_age"], run.rows[0]["batch/left_out"]) == (2, 0)
+    versions = [event["policy_versions"] for event in run.events("optimizer")]
+    assert all(step - min(found) <= 1 for step, found in enumerate(versions))
+
+
+def test_a_step_that_trains_nothing_does_not_age_the_next(tmp_path: Path) -> None:
+    samples = [masked(s) if i in (0, 1) else s for i, s in enumerate(samples_of())]
+    run = lagging(tmp_path / "run", samples, max_lag=1)
+    assert run.recorder.ids == [[], ["s2", "s3"], ["s4", "s5"]]
+    assert run.rows[0]["batch/over_age"] == 2
+
+
 # The cut into steps
 
 
@@ -173,8 +205,28 @@ def test_an_incomplete_tail_is_left_out_and_counted(tmp_path: Path) -> None:
         trainer=TrainerConfig(max_steps=9),
     )
     assert run.recorder.ids == [["s0", "s1", "s2"], ["s3", "s4", "s5"]]
-    assert [row["batch/left_out"] for row in run.rows] == [2, 2]
+    assert [row.get("batch/left_out") for row in run.rows] == [2, None], "a fact of the collection"
     assert run.trainer.global_step == 2
+
+
+@pytest.mark.parametrize(("max_lag", "kept"), [(None, 6), (0, 4)])
+def test_a_whole_file_that_filters_or_age_made_uneven_gives_every_rank_as_many(
+    max_lag: int | None, kept: int
+) -> None:
+    samples = samples_of()[:7]  # of eight, one was filtered
+    samples[2].policy_version = samples[4].policy_version = -1
+    counter = LoadCounter(topology=Topology(2), layer_stride=1)
+    drawn = Drawn(
+        index=0, samples=samples, counts=counter.collection(None), facts={}, source="f", filtered=True
+    )
+    config = Config(
+        rollouts=RolloutsConfig(source=Source.files, max_lag=max_lag),
+        batch=BatchConfig(samples_per_step=None),
+    )
+    (block,) = cut(drawn, config=config, generates=False, version=0, world_size=2)
+    assert len(block) == kept
+    assert drawn.facts["batch/left_out"] == 1
+    assert drawn.facts.get("batch/over_age", 0) == (0 if max_lag is None else 2)
 
 
 def test_files_are_read_in_name_order_once_and_then_the_run_ends(tmp_path: Path) -> None:

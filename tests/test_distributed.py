@@ -1,19 +1,27 @@
 """Two and four ranks against one process: gradients, metrics, counts, files, errors, interruption.
 
 One program (distributed_cases.py) runs the recipes over three worlds; the tests look at what each rank saw.
+Another (matrix_cases.py) trains one hybrid model in every form that must give the same two updates, and
+mutants.py shows that seeded faults do not pass. `-s` prints the table of relative errors.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matrix_cases
+import matrix_checks
 import numpy as np
 import pytest
 import torch
+from mutants import MUTATIONS, make_copy
+from routed_fixture import CHANGED, FIXTURE_LENGTHS
 from torch import Tensor
 
 from olmo_rl.data.files import read_collection
@@ -29,11 +37,16 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("worlds")
+    run_program("distributed_cases.py", directory)
+    return directory
+
+
+def run_program(name: str, directory: Path) -> None:
+    """A program of the tests, in an interpreter of its own."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    command = [sys.executable, str(TESTS / "distributed_cases.py"), str(directory)]
+    command = [sys.executable, str(TESTS / name), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return directory
 
 
 def load(directory: Path, world: int) -> list[Found]:
@@ -114,6 +127,30 @@ def test_supervised_gradients_with_live_routes_and_router_losses_equal_one_proce
         assert difference(rank["sft"]["gradients"][0], one["sft"]["gradients"][0]) <= 1e-6
 
 
+def test_chat_data_give_two_ranks_the_samples_gradients_and_held_out_loss_of_one(
+    one: Found, two: list[Found]
+) -> None:
+    single = one["chat data"]
+    for run in (rank["chat data"] for rank in two):
+        assert difference(run["gradients"][0], single["gradients"][0]) <= 1e-6
+        evaluations = events(run, "evaluation")
+        assert [event["step"] for event in evaluations] == [0, 3]
+        for event, other in zip(evaluations, events(single, "evaluation"), strict=True):
+            assert event["loss"] == pytest.approx(other["loss"], rel=1e-4)
+            assert event["scored_tokens"] == other["scored_tokens"]
+    trained = [event["real_tokens"] for rank in two for event in events(rank["chat data"], "packing")]
+    assert sum(trained) == sum(row["sft/tokens"] for row in single["rows"]), "pads are no tokens"
+    for name in ("sft/tokens", "sft/scored_tokens", "sft/epoch", "sft/conversations"):
+        assert [row[name] for row in two[0]["chat data"]["rows"]] == [row[name] for row in single["rows"]]
+    assert [row["sft/epoch"] for row in single["rows"]] == [0, 0, 1]
+
+
+def test_a_row_that_one_rank_reads_and_refuses_is_refused_by_all(one: Found, two: list[Found]) -> None:
+    endings = [rank["broken data"]["ended"] for rank in (one, *two)]
+    assert len(set(endings)) == 1
+    assert "broken.jsonl, line 8: 'messages' is empty" in endings[0]
+
+
 @pytest.mark.parametrize("form", ["packed", "unpacked", "by response", "silent", "local"])
 def test_metrics_of_two_ranks_equal_those_of_one_process(one: Found, two: list[Found], form: str) -> None:
     row, other = two[0][form]["rows"][0], one[form]["rows"][0]
@@ -181,7 +218,7 @@ def test_samples_that_do_not_divide_over_the_ranks_are_the_same_error_on_every_r
 def test_a_step_that_is_not_finite_is_abandoned_by_both_ranks_alike(two: list[Found]) -> None:
     initial = two[0]["published"]["given"][0]
     for rank in two:
-        assert rank["huge abort"]["ended"].startswith("FloatingPointError: update 1: loss ")
+        assert rank["huge abort"]["ended"].startswith("Refusal: update 1: loss ")
         assert rank["huge abort"]["ended"] == two[0]["huge abort"]["ended"]
         assert rank["huge skip"]["ended"] is None
         assert [event["stepped"] for event in events(rank["huge skip"], "optimizer")] == [False]
@@ -276,3 +313,228 @@ def test_a_signal_to_one_rank_ends_both_with_a_checkpoint_and_resuming_loses_not
     assert [row["step"] for row in resumed] == [1, 2, 3, 4]
     for name in ("loss/total", "grad/norm", "reward/mean", "mismatch/mean", "optim/lr"):
         assert [row[name] for row in resumed] == [row[name] for row in straight], name
+
+
+@pytest.mark.parametrize("routes", ["replayed", "live"])
+@pytest.mark.parametrize(("precision", "tolerance"), [(" double", 1e-10), ("", 1e-5)])
+def test_pads_change_neither_loss_nor_gradients_where_two_ranks_share_experts(
+    two: list[Found], routes: str, precision: str, tolerance: float
+) -> None:
+    for rank in two:
+        bare, padded = (rank[f"{form} {routes}{precision}"] for form in ("bare", "padded"))
+        (rows,) = events(padded, "packing")
+        assert rows["padded_tokens"] == rows["packs"] * rows["token_budget"] > rows["real_tokens"]
+        assert events(bare, "packing")[0]["padded_tokens"] == rows["real_tokens"]
+        (got,), (want,) = padded["gradients"], bare["gradients"]
+        assert {g.dtype for g in got.values()} == {torch.float64 if precision else torch.float32}
+        assert largest(got, want) <= tolerance
+        terms, expected = (events(run, "optimizer")[0]["terms"] for run in (padded, bare))
+        assert terms == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+def test_loads_that_were_predicted_with_pads_are_those_that_were_dispatched(two: list[Found]) -> None:
+    for rank in two:
+        (bare,), (padded,) = (
+            events(rank[f"{form} replayed"], "expert_balance") for form in ("bare", "padded")
+        )
+        assert padded["equal"]
+        assert padded["observed"] == padded["predicted"]
+        rows = sum(events(other["padded replayed"], "packing")[0]["padded_tokens"] for other in two)
+        assert [sum(layer) for layer in padded["observed"]] == [2 * rows] * 2
+        assert padded["expert_work"] == padded["predicted_expert_work"] > bare["expert_work"]
+        budget = events(rank["padded replayed"], "packing")[0]["token_budget"]
+        assert padded["token_work"] == budget * padded["columns"] > bare["token_work"]
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> matrix_checks.Results:
+    directory = tmp_path_factory.mktemp("matrix")
+    run_program("matrix_cases.py", directory)
+    return matrix_cases.load(directory)
+
+
+@pytest.fixture(scope="module")
+def verdicts(matrix: matrix_checks.Results) -> dict[str, matrix_checks.Verdict]:
+    print(f"\n{matrix_checks.table(matrix)}")
+    return matrix_checks.verdicts(matrix)
+
+
+# How much each rule compares at least: a rule that looks at nothing cannot fail.
+RULES = {
+    "topology": 50,
+    "packing": 22,
+    "recompute": 24,
+    "ranks": 70,
+    "denominators": 704,
+    "loads": 500,
+    "experts": 100,
+    "router": 1500,
+}
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+def test_the_matrix_keeps_the_rule(verdicts: dict[str, matrix_checks.Verdict], rule: str) -> None:
+    """Gradients, norm and Adam state of two updates on 1, 2, 4 ranks; matrix_checks.py states each rule."""
+    assert verdicts.keys() == RULES.keys()
+    assert verdicts[rule].faults == []
+    assert verdicts[rule].compared >= RULES[rule]
+
+
+@pytest.mark.parametrize(("world", "ep"), matrix_cases.TOPOLOGIES)
+def test_the_matrix_gives_every_rank_work_of_its_own(
+    matrix: matrix_checks.Results, world: int, ep: int
+) -> None:
+    base = matrix_cases.Cell(world=world, ep=ep)
+    packs = [[update["packs"] for update in rank["updates"]] for rank in matrix[base]]
+    tokens = [rank["updates"][0]["real_tokens"] for rank in matrix[base]]
+    assert len({str(pack) for pack in packs}) == world
+    assert len({sum(rank) for rank in tokens}) == min(world, 4), "unequal token counts"
+    assert {len(pack) for rank in packs for update in rank for pack in update} == {1, 2}
+    for update in matrix[base][0]["updates"]:
+        overlap = update["totals"]["sum/overlap"] / update["totals"]["count/recorded_rows"]
+        assert 0 < overlap < 0.9, "replayed routes are not those that a router would choose"
+    assert [update["scoring"] for update in matrix[base][0]["updates"]] == ["checked", "skipped"]
+    alone = matrix[matrix_cases.Cell(world=1, ep=1)][0]["updates"][0]["packs"]
+    assert sorted(pack for rank in packs for pack in rank[0]) == sorted(alone), "the same packs everywhere"
+    arrival = [
+        rank["updates"][0]["packs"] for rank in matrix[replace(base, files=matrix_cases.Files.arrival)]
+    ]
+    assert sorted(pack for rank in arrival for pack in rank) != sorted(alone), "other packs"
+
+
+def test_ranks_without_an_expert_row_and_experts_without_a_row_take_part(
+    matrix: matrix_checks.Results,
+) -> None:
+    layer = matrix_cases.IDLE_LAYER
+    cells = [cell for cell in matrix if cell.files is matrix_cases.Files.idle]
+    assert {cell.ep for cell in cells} == {1, 2, 4}
+    for cell in cells:
+        (first, second) = matrix[cell][0]["gradients"]
+        for name, gradient in first.items():
+            if matrix_cases.EXPERTS in name:
+                assert not gradient[matrix_cases.IDLE_EXPERT].any(), (cell, name)
+                assert not second[name][matrix_cases.IDLE_EXPERT].any(), (cell, name)
+                assert gradient[0].any(), (cell, name)
+        owner = matrix[cell][-1]["received"]
+        assert all(counts[-1] == 0 for layer in owner.values() for counts in layer)
+    (four,) = [cell for cell in cells if cell.ep == 4]
+    rows = [[int(counts.sum()) for counts in rank["received"][layer]] for rank in matrix[four]]
+    assert all(count > 0 for rank in rows[:2] for count in rank)
+    assert all(count == 0 for rank in rows[2:] for count in rank)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_clipping_a_norm_of_ten_to_one_scales_every_gradient_by_a_tenth(
+    matrix: matrix_checks.Results, world: int
+) -> None:
+    free = matrix_cases.Cell(world=world, ep=world, files=matrix_cases.Files.ten)
+    (before, *_), (after, *_) = (
+        matrix[cell][0]["gradients"] for cell in (free, replace(free, max_grad_norm=1.0))
+    )
+    for cell in (free, replace(free, max_grad_norm=1.0)):
+        assert matrix[cell][0]["updates"][0]["grad_norm"] == pytest.approx(10, rel=1e-6)
+    tenth = {name: gradient / 10 for name, gradient in before.items()}
+    assert matrix_checks.relative(after, tenth)[0] <= 1e-6
+
+
+def test_router_losses_change_the_gradients_that_they_are_part_of(matrix: matrix_checks.Results) -> None:
+    for world, ep in matrix_cases.TOPOLOGIES:
+        plain = matrix_cases.Cell(world=world, ep=ep, double=True)
+        pair = [matrix[cell][0]["gradients"][0] for cell in (replace(plain, router=True), plain)]
+        gates = [name for name in pair[0] if name.endswith("router.gate.weight")]
+        assert len(gates) == 3
+        for name in gates:
+            assert float((pair[0][name] - pair[1][name]).norm() / pair[1][name].norm()) > 0.01
+
+
+@pytest.fixture(scope="module")
+def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    """Faults by rule, by mutation; "none" is a copy without one."""
+    directory = tmp_path_factory.mktemp("mutants")
+    for name, mutation in {"none": None, **MUTATIONS}.items():
+        make_copy(directory / name, mutation)
+    run_program("mutants.py", directory)
+    return {path.parent.name: json.loads(path.read_text()) for path in directory.glob("*/faults.json")}
+
+
+@pytest.mark.parametrize("name", ["none", *MUTATIONS])
+def test_a_seeded_fault_breaks_its_own_rules_and_no_other(
+    mutants: dict[str, dict[str, list[str]]], name: str
+) -> None:
+    broken = {rule for rule, faults in mutants[name].items() if faults}
+    assert broken == (MUTATIONS[name].rules if name != "none" else set()), mutants[name]
+
+
+def test_seeded_faults_are_seen_where_they_act(mutants: dict[str, dict[str, list[str]]]) -> None:
+    local = mutants["local denominators"]
+    assert len(local["topology"]) == 2, "both cells of two ranks"
+    experts = mutants["expert gradients times the expert-parallel degree"]["experts"]
+    assert len(experts) == 2, "both updates of EP2"
+    assert "gradient ratio 2.000000" in experts[0]
+    (doubled,) = mutants["balancing loss doubled under recomputation"]["recompute"]
+    assert "recompute full" in doubled
+    shifted = mutants["labels shifted by one more in every further document of a pack"]
+    assert "1 ranks, EP1, packed" in shifted["packing"][0]
+    assert len(shifted["topology"]) == 1, "two ranks with EP1 hold the same packs and the same faults"
+    assert mutants["routes of tails are zero"]["loads"]
+
+
+@pytest.mark.parametrize(("world", "packs"), [(1, 3), (2, 2)])
+def test_the_fixture_takes_three_forwards_alone_and_two_on_each_of_two_ranks(
+    one: Found, two: list[Found], world: int, packs: int
+) -> None:
+    scoring, training = [False] * packs, [True] * packs
+    for rank in (one,) if world == 1 else two:
+        assert rank["fixture packed"]["forwards"] == scoring + training + training
+        assert rank["fixture packed scores of fixture"]["forwards"] == 2 * scoring
+        decisions = [event["scoring"] for event in events(rank["fixture packed"], "optimizer")]
+        assert decisions == ["checked", "skipped"]
+        for event in events(rank["fixture packed"], "replay"):
+            assert event["rows"] == 2 * sum(FIXTURE_LENGTHS)
+            assert (event["mismatches"], event["coverage"]) == (0, 1.0)
+        unpacked = len(FIXTURE_LENGTHS) // world
+        assert rank["fixture unpacked"]["forwards"] == [False] * unpacked + [True] * 2 * unpacked
+
+
+def test_the_fixture_scores_alike_packed_unpacked_and_on_two_ranks(one: Found, two: list[Found]) -> None:
+    want = one["fixture unpacked scores of fixture"]["scores"]
+    for rank in (one, *two):
+        for form in ("packed", "unpacked"):
+            scores = rank[f"fixture {form} scores of fixture"]["scores"]
+            assert scores.keys() == want.keys()
+            for id, values in scores.items():
+                scored = [t for t, value in enumerate(values) if value is not None]
+                length = FIXTURE_LENGTHS[int(id[-1])]
+                prompt = length - min(7 + int(id[-1]), length - 2)
+                assert scored == [t for t in range(prompt, length) if t != prompt + 1]
+                for t in scored:
+                    assert abs(values[t] - want[id][t]) <= 1e-5
+
+
+def test_other_tokens_in_one_document_of_the_fixture_change_no_bit_of_any_other(
+    one: Found, two: list[Found]
+) -> None:
+    for rank in (one, *two):
+        before, after = (
+            rank[f"fixture packed scores of {files}"]["scores"] for files in ("fixture", "changed fixture")
+        )
+        differ = {id for id in after if after[id] != before[id]}
+        assert differ == {f"u1-{CHANGED}"}
+
+
+def test_the_first_gradients_of_the_fixture_are_the_same_packed_unpacked_and_on_two_ranks(
+    one: Found, two: list[Found]
+) -> None:
+    want = one["fixture unpacked"]["gradients"][0]
+    for rank in (one, *two):
+        for form in ("packed", "unpacked"):
+            got = rank[f"fixture {form}"]["gradients"][0]
+            assert difference(got, want) <= 1e-5
+            # One number a head, which sums all tokens and channels and cancels to a hundredth of its terms.
+            gates = {name for name in want if name.endswith("A_log")}
+            assert matrix_checks.relative(*({n: g[n] for n in gates} for g in (got, want)))[0] <= 1e-4
+            others = want.keys() - gates
+            assert matrix_checks.relative(*({n: g[n] for n in others} for g in (got, want)))[0] <= 1e-5
+    terms = events(one["fixture packed"], "optimizer")[0]["terms"]
+    assert 0 < terms["loss/tis_low"] < 1
+    assert 0 < terms["loss/tis_high"] < 1

@@ -9,9 +9,10 @@ import torch
 from model_cases import context_of, random_routes, random_tokens, tiny_config
 from torch import Tensor
 
-from olmo_rl.config import LayerType, ModelConfig, Recompute
+from olmo_rl.config import LayerType, LossConfig, ModelConfig, Recompute
 from olmo_rl.data.packs import RouteMode, RouteTrace
 from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.moe import RouterTotals, router_losses
 
 LENGTHS = [17, 1, 5, 33, 2, 3]
 TOKENS = sum(LENGTHS)
@@ -33,7 +34,9 @@ def test_logits_and_router_losses_have_their_shapes_and_only_asked_rows_are_scor
     context = context_of(LENGTHS)
     out = model(tokens, context)
     assert out.logits.shape == (TOKENS, 31)
-    assert out.router_balance.shape == out.router_z.shape == (3,)
+    assert out.router is not None
+    assert out.router.scores.shape == (3, len(LENGTHS), 8)
+    assert out.router.z.shape == (3, len(LENGTHS))
     rows = torch.tensor([3, 0, 40])
     torch.testing.assert_close(model(tokens, context, rows=rows).logits, out.logits[rows])
 
@@ -50,7 +53,7 @@ def test_no_rows_still_run_the_head_so_that_its_gradient_exists() -> None:
 def test_a_dense_model_has_no_router_losses_and_no_routes() -> None:
     model = build(dataclasses.replace(tiny_config(), num_experts=0))
     out = model(torch.arange(4), context_of([4]))
-    assert out.router_balance.shape == out.router_z.shape == (0,)
+    assert out.router is None
     state = model.init_state(2, length=1, device=torch.device("cpu"), dtype=torch.float32)
     assert model.step(torch.tensor([1, 2]), position=0, state=state)[1] is None
 
@@ -171,7 +174,9 @@ def test_recomputation_changes_no_gradient_over_several_packs_and_after_a_scorin
                         model(tokens, context)
                     continue
                 out = model(tokens, context)
-                loss = out.logits.square().mean() + out.router_balance.sum() + 0.01 * out.router_z.sum()
+                totals = RouterTotals(rows=sum(lengths), documents=len(lengths))
+                balance, z = router_losses(out.router, config=LossConfig(), totals=totals)
+                loss = out.logits.square().mean() + balance + 0.1 * z
                 loss.backward()
                 losses.append(loss.item())
         counts = [{layer: n.tolist() for layer, n in trace.counts.items()} for trace in traces]

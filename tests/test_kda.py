@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from olmo_rl.config import ModelConfig
 from olmo_rl.data.packs import PackContext
+from olmo_rl.policy import kernels
 from olmo_rl.policy.delta_rule import CHUNK, chunk_table, kda_chunked, kda_recurrent, kda_step
 from olmo_rl.policy.kda import DecayGate, KimiDeltaAttention, short_convolution
+from olmo_rl.types import Refusal
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 3, 64, 33)
 
@@ -278,6 +283,56 @@ def test_decay_parameters_are_named_float32_and_decays_are_never_positive() -> N
     g = DecayGate(2, head_dim=8)(normal(50, 16, seed=1, dtype=torch.float32) * 10)
     assert g.shape == (50, 2, 8)
     assert g.max() <= 0
+
+
+def test_boundaries_reach_the_kernels_of_flash_linear_attention_by_keyword(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ops = pytest.importorskip("fla.ops.kda", reason="flash-linear-attention is not installed (extra: fla)")
+    convolutions = importlib.import_module("fla.modules.causal_conv1d")
+    context, calls = context_of(LENGTHS), []
+    total = sum(LENGTHS)
+
+    def recorder(function: Callable[..., Any], result: str) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        def record(**named: Any) -> tuple[Tensor, None]:
+            calls.append(signature.bind(**named).arguments)
+            return named[result] * 2, None
+
+        return record
+
+    monkeypatch.setattr(ops, "chunk_kda", recorder(ops.chunk_kda, "v"))
+    monkeypatch.setattr(convolutions, "causal_conv1d", recorder(convolutions.causal_conv1d, "x"))
+    inputs = draw(total, decay=1.0)
+    v = inputs["v"].to(torch.bfloat16)
+    out = kernels.fla_delta_rule(**(inputs | {"v": v}), context=context)
+    x, weight = normal(total, 6, seed=1), normal(6, 4, seed=2)
+    mixed = kernels.fla_convolution(x, weight=weight, context=context)
+    assert torch.equal(out, v * 2)
+    assert torch.equal(mixed, x * 2)
+    delta, convolution = calls
+    for call in calls:
+        assert call["cu_seqlens"] is context.cu_seqlens
+        assert call["cu_seqlens_cpu"].tolist() == list(context.boundaries)
+    assert delta["q"].shape == (1, total, 2, 5)
+    assert {delta[name].dtype for name in "qkv"} == {torch.bfloat16}
+    assert delta["g"].dtype is inputs["g"].dtype
+    assert set(delta) == {"q", "k", "v", "g", "beta", "cu_seqlens", "cu_seqlens_cpu"}
+    assert convolution["x"].shape == (1, total, 6)
+    assert convolution["weight"] is weight
+
+
+def test_a_backend_that_is_unknown_or_does_not_fit_is_refused_by_name() -> None:
+    config = ModelConfig(dim=24, kda_heads=2, kda_head_dim=5)
+    with pytest.raises(
+        Refusal, match=r"policy.linear_attention=fast is unknown: choose one of reference, fla"
+    ):
+        KimiDeltaAttention(config, backend="fast")
+    layer = KimiDeltaAttention(config, backend="fla")
+    message = r"linear_attention=fla does not take heads of 5 channels in float32 on cpu: set .*=reference"
+    with pytest.raises(Refusal, match=message):
+        layer(normal(7, 24, seed=1, dtype=torch.float32), context_of([4, 3]))
 
 
 def test_bfloat16_weights_keep_a_float32_core() -> None:

@@ -26,14 +26,13 @@ from olmo_rl.config import (
 from olmo_rl.data.advantages import filter_samples
 from olmo_rl.data.collate import collate, count_normalisers
 from olmo_rl.data.packs import Normalisers, Pack
+from olmo_rl.policy.logprobs import token_entropies, token_logprobs
 from olmo_rl.policy.loss import (
     LossOutput,
     ScoredSlots,
     policy_loss,
     scored_slots,
     sft_loss,
-    token_entropies,
-    token_logprobs,
 )
 from olmo_rl.types import Sample, Topology
 

@@ -21,9 +21,9 @@ from olmo_rl.training.processes import (
     run_ranks,
     threads_per_rank,
 )
-from olmo_rl.types import RankFailed, Refusal
+from olmo_rl.types import Interrupted, RankFailed, Refusal
 
-BOUND_SECONDS = 60.0  # on a quiet machine an import of torch takes 2, a stubborn rank is killed after 5
+BOUND_SECONDS = 180.0  # on a quiet machine an import of torch takes 2, a stubborn rank is killed after 5
 
 
 def world(devices: int, *, directory: Path | str = "", nodes: int = 1) -> Config:
@@ -68,7 +68,7 @@ def is_running(pid: int) -> bool:
 
 def assert_all_ended(directory: Path, *, ranks: int) -> None:
     pids = [int((directory / f"pid{r}").read_text()) for r in range(ranks)]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + BOUND_SECONDS
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if is_running(pid)]}"
         time.sleep(0.02)
@@ -148,6 +148,55 @@ def fail_in_rank_1_while_rank_0_waits_for_it(config: Config) -> None:
     dist.barrier()
 
 
+def end_without_a_word(config: Config) -> None:
+    note(config, f"pid{rank()}", str(os.getpid()))
+    if rank() == 0:
+        sleep_until_ended()
+    wait_for_files(Path(config.run_dir), "pid0")
+    os._exit(0)
+
+
+def call_sys_exit(config: Config) -> None:
+    if rank() == 1:
+        sys.exit(0)
+    sleep_until_ended()
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        (end_without_a_word, "rank 1 ended with exit code 0 before its work was done"),
+        (call_sys_exit, r"rank 1 failed:(.|\n)*call_sys_exit(.|\n)*ended the process: sys.exit\(0\)"),
+    ],
+)
+def test_a_rank_that_ends_before_its_work_is_done_has_failed_whatever_its_exit_code(
+    tmp_path: Path, entry: Callable[[Config], None], told: str
+) -> None:
+    with pytest.raises(RankFailed, match=told):
+        run_ranks(entry, world(2, directory=tmp_path))
+
+
+def test_one_process_fails_too_where_something_calls_sys_exit(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"sys.exit\(0\)"):
+        run_ranks(lambda config: sys.exit(0), world(1, directory=tmp_path))
+
+
+def test_an_entry_given_by_name_is_imported_by_its_ranks_alone(tmp_path: Path) -> None:
+    """This process has no such module on its path, and the ranks look where it looks."""
+    (tmp_path / "only_ranks.py").write_text(
+        "import os, pathlib\n"
+        "def entry(config):\n"
+        "    pathlib.Path(config.run_dir, 'rank' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        run_ranks("only_ranks:entry", world(2, directory=tmp_path))
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert "only_ranks" not in sys.modules
+    assert len({(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)} | {str(os.getpid())}) == 3
+
+
 def test_a_failure_in_one_rank_is_shown_once_and_is_not_hidden_by_the_broken_connection_of_the_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,9 +229,14 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 
 def save_and_exit_75(config: Config) -> None:
     note(config, f"pid{rank()}", str(os.getpid()))
+    wait_for_files(Path(config.run_dir), "pid0")
     if rank() == 1:
+        rank_0 = int((Path(config.run_dir) / "pid0").read_text())
+        while is_running(rank_0):
+            time.sleep(0.02)
         time.sleep(1.0)  # rank 0 has gone; this rank is still saving and is given the time
         note(config, "saved")
+    wait_for_files(Path(config.run_dir), "pid1")
     sys.exit(75)
 
 
@@ -253,7 +307,9 @@ def test_each_signal_to_the_supervisor_reaches_each_rank_once_even_from_a_termin
         output = process.communicate(timeout=BOUND_SECONDS)
     finally:
         process.kill()
-    assert output == ("0\n", "")  # the ranks took the signals and ended well
+    assert output[0] == "0\n"  # the ranks took the signals and ended well
+    assert [line.partition(":")[0] for line in output[1].splitlines()] == ["SIGINT", "SIGUSR1", "SIGTERM"]
+    assert output[1].count("a second Ctrl-C ends them at once") == 3
     assert [(ranks / f"counts{r}").read_text() for r in (0, 1)] == ["[1, 1, 1]"] * 2
     assert_all_ended(ranks, ranks=2)
 
@@ -272,6 +328,39 @@ def resist_sigterm(config: Config) -> None:
     sleep_until_ended()
 
 
+def save_for_ever(config: Config) -> None:
+    signal.signal(signal.SIGINT, lambda *_: note(config, f"saving{rank()}"))
+    note(config, f"pid{rank()}", str(os.getpid()))
+    sleep_until_ended()
+
+
+def test_a_second_ctrl_c_ends_ranks_at_once_that_are_still_saving(tmp_path: Path) -> None:
+    process = supervisor(tmp_path, save_for_ever)
+    ranks = tmp_path / "save_for_ever"
+    try:
+        wait_for_files(ranks, "pid0", "pid1")
+        process.send_signal(signal.SIGINT)
+        wait_for_files(ranks, "saving0", "saving1")
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=BOUND_SECONDS)
+    finally:
+        process.kill()
+    assert output == f"{128 + signal.SIGINT}\n"
+    assert errors.splitlines()[-1].startswith("a second Ctrl-C: ended at once")
+    assert_all_ended(ranks, ranks=2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_outside_of_updates_ends_one_process_with_128_and_its_number(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    handler = signal.getsignal(number)
+    with pytest.raises(Interrupted) as ended:
+        run_ranks(lambda config: os.kill(os.getpid(), number), world(1, directory=tmp_path))
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == handler
+
+
 def test_ranks_end_of_signals_without_a_traceback_and_with_a_killed_supervisor(tmp_path: Path) -> None:
     process = supervisor(tmp_path, be_terminated, be_interrupted, resist_sigterm)
     try:
@@ -288,7 +377,7 @@ def test_ranks_end_of_signals_without_a_traceback_and_with_a_killed_supervisor(t
         _, errors = process.communicate(timeout=BOUND_SECONDS)
     finally:
         process.kill()
-    assert errors == ""
+    assert [line.partition(":")[0] for line in errors.splitlines()] == ["SIGTERM", "SIGINT"]
     for name in ("be_terminated", "be_interrupted", "resist_sigterm"):
         assert_all_ended(tmp_path / name, ranks=2)
 

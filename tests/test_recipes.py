@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 
 from olmo_rl.cli import run as run_command
 from olmo_rl.data.files import collection_paths, read_collection
-from olmo_rl.training.checkpoints import complete_checkpoints
+from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.types import Sample
 
@@ -36,6 +36,7 @@ COLD = "warm_start.steps=0"
 SMALL = (COLD, "batch.samples_per_step=64", "task.eval_problems=0", "rollouts.max_new_tokens=8")
 SINGLE = ("strategy=single", "trainer=cpu", "callbacks=quiet")
 FILES = ("rollouts=files", "rollouts.path=outputs/r/rollouts")
+BOUND_SECONDS = 240  # for what takes seconds on a quiet machine
 HYDRA_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "train.log"}
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -66,18 +67,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-def start(*arguments: str, place: Path) -> tuple[subprocess.Popen[str], str]:
+# train.py that tells in the end what the parent of the ranks imported.
+LISTING = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from olmo_rl.cli import run
+code = run(sys.argv[1:])
+print("the parent imported", *sorted({{"hydra", "lightning", "torchtitan"}} & set(sys.modules)))
+sys.exit(code)
+"""
+
+
+def start(*arguments: str, place: Path, program: str | None = None) -> tuple[subprocess.Popen[str], str]:
     """`python train.py ...`; the mark is in the environment of every process of the job."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, "TEST_MARK": mark, "PYTHONPATH": str(place)}
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    command = [
+        sys.executable,
+        *([str(ROOT / "train.py")] if program is None else ["-c", program]),
+        *arguments,
+    ]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=place, env=environment, stdout=pipe, stderr=pipe, text=True), mark
 
 
 def finish(process: subprocess.Popen[str], mark: str) -> Ended:
     try:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=BOUND_SECONDS)
     finally:
         process.kill()
     assert still_running(mark) == [], "processes are left behind"
@@ -95,8 +111,8 @@ def still_running(mark: str) -> list[str]:
     return found
 
 
-def python_train(*arguments: str, place: Path) -> Ended:
-    return finish(*start(*arguments, place=place))
+def python_train(*arguments: str, place: Path, program: str | None = None) -> Ended:
+    return finish(*start(*arguments, place=place, program=program))
 
 
 @dataclass(frozen=True)
@@ -133,7 +149,7 @@ def rows_of(run: Path) -> list[dict[str, float]]:
 def training_files(*, steps: int, ranks: int) -> set[str]:
     shards = {f"checkpoints/step-{steps}/__{rank}_0.distcp" for rank in range(ranks)}
     logs = {f"training_contract_rank{rank}.jsonl" for rank in range(ranks)}
-    checkpoint = {f"checkpoints/step-{steps}/{name}" for name in (".metadata", "meta.pt")}
+    checkpoint = {f"checkpoints/step-{steps}/{name}" for name in (".metadata", "manifest.json", "meta.pt")}
     return HYDRA_FILES | shards | logs | checkpoint | {"metrics.csv"}
 
 
@@ -147,7 +163,7 @@ def rolled(place: Path) -> Ended:
 @pytest.fixture(scope="module")
 def trained(rolled: Ended, place: Path) -> Ended:
     arguments = ("run_name=t", "trainer.max_steps=2", COLD, "batch.samples_per_step=64")
-    return python_train(PACKED, *arguments, *FILES, place=place)
+    return python_train(PACKED, *arguments, *FILES, place=place, program=LISTING)
 
 
 def samples(place: Path) -> list[list[Sample]]:
@@ -196,6 +212,7 @@ def test_two_ranks_train_on_the_files(trained: Ended, place: Path) -> None:
         assert [event["mismatches"] for event in records(run, "replay", rank=rank)] == [0, 0]
         assert [event["rank"] for event in records(run, "optimizer", rank=rank)] == [rank] * 2
     assert "t: 2 updates, 0 skipped" in trained.out
+    assert trained.out.splitlines()[-1] == "the parent imported hydra", "only ranks pay for Lightning"
     assert "mismatch/mean" in trained.out
     config = (run / ".hydra" / "config.yaml").read_text()
     assert "${" not in config
@@ -282,7 +299,7 @@ def test_an_interrupted_run_ends_with_75_and_one_process_resumes_what_two_saved(
     unpacked = ("+experiment=unpacked_moe", "run_name=u", *SMALL, "batch.samples_per_step=16")
     process, mark = start(*unpacked, "trainer.max_steps=100000", place=place)
     run = place / "outputs" / "u"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + BOUND_SECONDS
     while not (run / "metrics.csv").is_file() or len(rows_of(run)) < 2:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -291,7 +308,10 @@ def test_an_interrupted_run_ends_with_75_and_one_process_resumes_what_two_saved(
     done = finish(process, mark)
     assert done.code == 75, done.err
     assert "Traceback" not in done.err
+    assert "SIGTERM: the ranks save and end" in done.err
     steps = len(rows_of(run))
+    told = f"interrupted by SIGTERM, saved after update {steps}: continue {run} with ckpt_path=last"
+    assert told in done.out
     assert [path.name for path in complete_checkpoints(run)] == [f"step-{steps}"]
     for rank in (0, 1):
         packing = records(run, "packing", rank=rank)
@@ -305,6 +325,55 @@ def test_an_interrupted_run_ends_with_75_and_one_process_resumes_what_two_saved(
     assert [row["step"] for row in rows] == list(range(1, steps + 2))
     assert rows[-1]["mismatch/mean"] <= 1e-6
     assert records(run, "optimizer")[-1]["policy_versions"] == [steps, steps]
+
+
+def test_interrupted_rollouts_end_with_the_signal_and_leave_whole_collections(place: Path) -> None:
+    arguments = ("recipe=rollout", "run_name=cut", "rollouts.collections=100000", *SMALL)
+    process, mark = start(PACKED, *arguments, place=place)
+    rollouts = place / "outputs" / "cut" / "rollouts"
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not (rollouts / "collection-00000.parquet").is_file():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, mark)
+    assert done.code == 128 + signal.SIGTERM, done.err
+    assert "Traceback" not in done.err
+    paths = collection_paths(rollouts)
+    assert f"cut: ended by SIGTERM; {len(paths)} collections are written, each whole" in done.err
+    assert all(len(read_collection(path, require_routes=True).samples) == 64 for path in paths)
+
+
+def test_a_signal_during_the_warm_start_saves_nothing_and_says_so(place: Path) -> None:
+    arguments = ("run_name=cold", "warm_start.steps=100000", *SMALL[1:], "strategy=single", "trainer=cpu")
+    process, mark = start(PACKED, *arguments, place=place)
+    assert process.stdout is not None
+    while "warm-up 10/100000" not in (line := process.stdout.readline()):
+        assert line, process.communicate()
+    process.send_signal(signal.SIGINT)
+    done = finish(process, mark)
+    assert done.code == 128 + signal.SIGINT, done.err
+    assert "Traceback" not in done.err
+    assert "cold: ended by SIGINT; no checkpoint to resume" in done.err
+    assert files_of(place / "outputs" / "cold") == HYDRA_FILES
+    assert not list((place / "outputs" / ".cache" / "warm_start").glob("*.tmp"))
+
+
+def test_a_run_directory_that_cannot_be_is_refused_and_leaves_nothing(here: Here, place: Path) -> None:
+    before = set(place.rglob("*")) | set(place.parent.iterdir())
+    for name in ("../stray", "a/../../../stray", "''"):
+        done = here(PACKED, f"run_name={name}")
+        assert done.code == 2
+        assert "the run directory would not lie under outputs/" in done.err
+    assert set(place.rglob("*")) | set(place.parent.iterdir()) == before
+    (place / "outputs").mkdir(exist_ok=True)
+    (place / "outputs" / "taken").write_text("a file")
+    done = here(PACKED, "run_name=taken")
+    assert done.code == 2
+    assert "refused: the run directory cannot be written" in done.err
+    assert "outputs/taken" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_resuming_gives_what_one_run_gives_and_a_finished_run_is_not_overwritten_by_accident(
@@ -391,4 +460,6 @@ def test_each_job_of_a_sweep_logs_to_a_wandb_run_of_its_own_without_an_account(
     for job in ("0", "1"):
         run = place / "outputs" / "w" / job
         assert len(rows_of(run)) == 1
-        assert len(list((run / "wandb").glob("offline-run-*/*.wandb"))) == 1
+        (log,) = (run / "wandb").glob("offline-run-*/*.wandb")
+        assert b'"samples_per_step":64' in log.read_bytes().replace(b" ", b""), "the configuration, resolved"
+        assert b'"kind":"consecutive"' in log.read_bytes().replace(b" ", b"")

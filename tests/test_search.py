@@ -18,7 +18,8 @@ from planner_cases import Case, loads_of, random_case
 from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
 from olmo_rl.planning.objective import gap, measure, objective, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
-from olmo_rl.planning.search import balance_refusals, batch_seed, plan_batch, plan_digest, warm_up
+from olmo_rl.planning.schedule import StepInput, schedule_digest
+from olmo_rl.planning.search import balance_refusals, batch_seed, plan_batch, warm_up
 from olmo_rl.planning.starts import no_worse
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import Refusal, Topology
@@ -197,10 +198,10 @@ def test_the_seed_depends_on_the_ids_and_their_order_alone() -> None:
     assert len({batch_seed(ids) for ids in (["a", "b"], ["b", "a"], ["ab"], ["a", "b", ""], ["", "ab"])}) == 5
     case = random_case(2, world=4, ep=2, per_rank=8)
     balance = BalanceConfig(kind=BalanceKind.anneal, proposals=500, seconds=600)
-    plans = {
-        plan_digest(
-            plan_batch(
-                case.lengths,
+    found = [
+        plan_batch(
+            StepInput(
+                lengths=case.lengths,
                 ids=[f"{prefix}{i}" for i in range(32)],
                 loads=case.loads,
                 budget=case.budget,
@@ -209,7 +210,8 @@ def test_the_seed_depends_on_the_ids_and_their_order_alone() -> None:
             )
         )
         for prefix in ("x", "y", "x")
-    }
+    ]
+    plans = {schedule_digest(one, ids=[str(i) for i in range(32)]) for one in found}
     assert len(plans) == 2
 
 

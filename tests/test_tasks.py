@@ -313,6 +313,20 @@ def test_an_exception_in_a_verifier_is_not_hidden_and_names_the_problem(tmp_path
     assert caught.value.__notes__ == [f"task.verifier failed on a response to problem {problem.id}"]
 
 
+def leaving(response: str, answer: str, *, code: int) -> float:
+    raise SystemExit(code)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_verifier_that_ends_the_process_has_failed_by_name(tmp_path: Path, code: int) -> None:
+    verifier = {"_target_": f"{__name__}.leaving", "code": code}
+    task = build_task(jsonl(capitals(tmp_path / "p.jsonl"), verifier=verifier), seed=0)
+    problem = task.problems(1, seed=0)[0]
+    told = rf"task.verifier called sys.exit\({code}\) on a response to problem {problem.id}"
+    with pytest.raises(RuntimeError, match=told):
+        task.reward(problem, "x")
+
+
 @pytest.mark.parametrize(
     ("verifier", "message"),
     [
@@ -349,6 +363,24 @@ def test_every_malformed_line_is_named(tmp_path: Path) -> None:
         reasons, ("not JSON", "not an object", "'answer' is missing", "quote it", "empty"), strict=True
     ):
         assert part in reason
+
+
+def test_lines_that_no_parser_or_tokenizer_takes_are_named(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "p.jsonl",
+        {"prompt": "a\ud800", "answer": "b"},
+        {"prompt": "a", "answer": "b"},
+        "[" * 200_000,
+        {"prompt": "a", "answer": "\udfff"},
+    )
+    with pytest.raises(Refusal) as caught:
+        build_task(jsonl(path), seed=0)
+    first, second, third = caught.value.reasons
+    assert first.startswith(
+        f"{path}, line 1: 'prompt' holds half of a surrogate pair (\\ud800) at character 1"
+    )
+    assert second.startswith(f"{path}, line 3: nested too deeply")
+    assert third.startswith(f"{path}, line 4: 'answer' holds half of a surrogate pair (\\udfff)")
 
 
 def test_bytes_that_are_no_text_are_named_by_line(tmp_path: Path) -> None:

@@ -28,15 +28,18 @@ from torchtitan.models.common import moe as titan_moe
 from torchtitan.models.common import token_dispatcher
 from torchtitan.models.common.linear import Linear
 
-from olmo_rl.config import Recompute, ScoreFunction
+from olmo_rl.config import LogprobKind, LossConfig, Recompute, ScoreFunction
 from olmo_rl.data.packs import RouteMode
-from olmo_rl.policy import titan
+from olmo_rl.policy import sharded, titan
+from olmo_rl.policy.compiling import compile_regions
 from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.logprobs import LogprobRequest
+from olmo_rl.policy.moe import RouterTotals, router_losses
 from olmo_rl.types import Refusal, Topology
 
 LENGTHS = [[5, 3, 7], [2, 19, 1], [4, 4, 6], [8, 1, 3], [1, 2, 6], [7, 7], [3, 3, 3, 3], [12]]
 PACKS_PER_RANK = 2
-TIMEOUT = datetime.timedelta(seconds=20)
+TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
@@ -140,7 +143,7 @@ def test_a_topology_without_its_process_group_is_refused() -> None:
 
 def test_one_process_gathers_copies_of_its_weights_without_communication() -> None:
     model = build(torch.float32)
-    full = titan.FullWeights(model).gather()
+    full = sharded.FullWeights(model).gather()
     assert list(full) == [name for name, _ in model.named_parameters()]
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
@@ -156,12 +159,20 @@ def build(dtype: torch.dtype, *, tied: bool = False) -> HybridDecoder:
 class Case(Enum):
     """`idle`: every token goes to the first two experts, so the second expert-parallel rank receives no row.
     `silent`: odd packs ask for no logits, so their rank has nothing to learn from. `tied`: one embedding.
+    `chunked`, `chunked_tied`: log-probs and entropies, four rows at a time where the model is sharded, of
+    whole logits where it is not; odd packs score nothing.
     """
 
     plain = "plain"
     idle = "idle"
     silent = "silent"
     tied = "tied"
+    chunked = "chunked"
+    chunked_tied = "chunked_tied"
+
+
+CHUNKED = (Case.chunked, Case.chunked_tied)
+TIED = (Case.tied, Case.chunked_tied)
 
 
 def pack_loss(model: HybridDecoder, pack: int, *, world: int, case: Case) -> Tensor:
@@ -171,18 +182,27 @@ def pack_loss(model: HybridDecoder, pack: int, *, world: int, case: Case) -> Ten
     if case is Case.idle:
         routes = {layer: torch.tensor([[0, 1]]).expand(tokens, 2) for layer in routes}
     context = context_of(LENGTHS[pack], mode=RouteMode.replay, routes=routes)
-    rows = torch.arange(0 if case is Case.silent and pack % 2 else tokens)
+    rows = torch.arange(0 if case in (Case.silent, *CHUNKED) and pack % 2 else tokens)
     weight = torch.randn(tokens, 31, generator=torch.Generator().manual_seed(200 + pack), dtype=torch.float64)
-    out = model(random_tokens(tiny_config(), tokens=tokens, seed=300 + pack), context, rows=rows)
-    total = (torch.log_softmax(out.logits, -1) * weight[rows].to(out.logits.dtype)).sum()
+    row = random_tokens(tiny_config(), tokens=tokens, seed=300 + pack)
+    if case in CHUNKED:
+        kind = LogprobKind.chunked if isinstance(model, FSDPModule) else LogprobKind.full
+        request = LogprobRequest(targets=row[rows], kind=kind, chunk=4, entropy=True)
+        out = model(row, context, rows, request)
+        total = (out.logprobs * weight[rows, 0].float() + out.entropies * weight[rows, 1].float()).sum()
+    else:
+        out = model(row, context, rows=rows)
+        total = (torch.log_softmax(out.logits, -1) * weight[rows].to(out.logits.dtype)).sum()
     if case is not Case.silent:
-        total = total + tokens * 0.1 * out.router_balance.sum() + 0.01 * out.router_z.sum()
+        sums = RouterTotals(rows=1, documents=1)
+        balance, z = router_losses(out.router, config=LossConfig(), totals=sums)
+        total = total + 0.1 * balance + 0.01 * z
     return total / sum(sum(LENGTHS[p]) for p in range(PACKS_PER_RANK * world))
 
 
 def step_gradients(model: HybridDecoder, *, packs: list[int], world: int, case: Case) -> None:
     for pack in packs:
-        titan.set_gradient_sync(model, last=pack == packs[-1])
+        sharded.set_gradient_sync(model, last=pack == packs[-1])
         pack_loss(model, pack, world=world, case=case).backward()
         if isinstance(model, FSDPModule) and pack != packs[-1]:
             assert all(p.grad is None for p in model.parameters()), "only the last pack reduces gradients"
@@ -196,9 +216,9 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def one_process(world: int, *, dtype: torch.dtype, case: Case = Case.plain) -> dict[str, Any]:
-    model = build(dtype, tied=case is Case.tied)
+    model = build(dtype, tied=case in TIED)
     step_gradients(model, packs=list(range(PACKS_PER_RANK * world)), world=world, case=case)
-    return {"gradients": full_gradients(model), "norm": titan.clip_grad_norm(model, max_norm=None)}
+    return {"gradients": full_gradients(model), "norm": sharded.clip_grad_norm(model, max_norm=None)}
 
 
 def clip_known_gradients(model: HybridDecoder, *, world: int) -> dict[str, Any]:
@@ -210,7 +230,7 @@ def clip_known_gradients(model: HybridDecoder, *, world: int) -> dict[str, Any]:
     for gradient, value in ((dense, 3.0), (expert, 4.0)):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         local.view(-1)[: 4 // world] = value
-    norm = titan.clip_grad_norm(model, max_norm=1.0)
+    norm = sharded.clip_grad_norm(model, max_norm=1.0)
     peak = {
         name: (g.to_local() if isinstance(g, DTensor) else g).max()
         for name, g in (("d", dense), ("e", expert))
@@ -224,10 +244,15 @@ def parallel_step(
     dtype: torch.dtype = torch.float32,
     recompute: Recompute = Recompute.none,
     case: Case = Case.plain,
+    experts: torch.dtype | None = None,
+    compiled: bool = False,
 ) -> tuple[HybridDecoder, dict[str, Any]]:
-    model = build(torch.promote_types(dtype, torch.float32), tied=case is Case.tied)
+    model = build(torch.promote_types(dtype, torch.float32), tied=case in TIED)
+    model.set_expert_dtype(experts)
     dims = titan.build_parallel_dims(topology, device_type="cpu")
     titan.parallelize(model, dims=dims, dtype=dtype, recompute=recompute)
+    if compiled:
+        compile_regions(model, static_rows=False, backend="eager")  # traced, not built: quick
     gate_dtypes = set()
     model.layers["1"].moe.router.register_forward_pre_hook(
         lambda module, args: gate_dtypes.add(module.gate.weight.dtype)
@@ -236,7 +261,7 @@ def parallel_step(
     step_gradients(model, packs=packs, world=topology.world_size, case=case)
     result = {
         "gradients": full_gradients(model),
-        "norm": titan.clip_grad_norm(model, max_norm=None),
+        "norm": sharded.clip_grad_norm(model, max_norm=None),
         "gate_dtypes": gate_dtypes,
     }
     return model, result
@@ -244,7 +269,7 @@ def parallel_step(
 
 def check_gather(model: HybridDecoder) -> dict[str, bool]:
     """Before and after an update, through one object: the gather follows the weights."""
-    weights = titan.FullWeights(model)
+    weights = sharded.FullWeights(model)
     found = {}
     for moment in ("before", "after"):
         full = weights.gather()
@@ -283,10 +308,14 @@ def two_ranks(rank: int, directory: str) -> None:
             ep2, dtype=torch.bfloat16, recompute=recompute
         )
     _, results["float64"] = parallel_step(ep2, dtype=torch.float64, recompute=Recompute.selective)
-    for case in (Case.silent, Case.tied):
+    for case in (Case.silent, Case.tied, *CHUNKED):
         _, results[case.value] = parallel_step(ep2, case=case)
     model, results["idle"] = parallel_step(ep2, case=Case.idle)
     results["idle update"] = idle_update(model)
+    low = torch.bfloat16
+    _, results["low experts"] = parallel_step(ep2, experts=low)
+    _, results["compiled"] = parallel_step(ep2, experts=low, compiled=True)
+    _, results["compiled bfloat16"] = parallel_step(ep2, dtype=low, compiled=True, recompute=Recompute.full)
     results["refusals"] = [refusal_of(Topology(4, 2), num_experts=8), refusal_of(ep2, num_experts=7)]
     finish(rank, results, directory)
 
@@ -371,6 +400,14 @@ def test_bfloat16_compute_keeps_the_gate_and_the_gradients_in_float32(two: list[
         assert torch.equal(two[0]["bfloat16 selective"]["gradients"][name], want), name
 
 
+def test_compiled_blocks_on_two_expert_parallel_ranks_equal_plain_ones(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert 1e-4 < joint_difference(rank["low experts"], rank["ep2"]) < 5e-2
+        assert joint_difference(rank["compiled"], rank["low experts"]) <= 1e-6
+        assert joint_difference(rank["compiled bfloat16"], rank["bfloat16 full"]) <= 1e-3
+        assert rank["compiled bfloat16"]["gate_dtypes"] == {torch.float32}
+
+
 def test_one_flat_gather_returns_every_full_weight_before_and_after_an_update(
     two: list[dict[str, Any]],
 ) -> None:
@@ -388,8 +425,8 @@ def test_clipping_across_meshes_gives_the_hand_computed_numbers_on_every_topolog
         assert found["expert"] == pytest.approx(0.4, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", [Case.idle, Case.silent, Case.tied])
-def test_idle_experts_silent_packs_and_tied_embeddings_equal_one_process(
+@pytest.mark.parametrize("case", [Case.idle, Case.silent, Case.tied, *CHUNKED])
+def test_idle_experts_silent_packs_tied_embeddings_and_chunked_heads_equal_one_process(
     two: list[dict[str, Any]], case: Case
 ) -> None:
     single = one_process(2, dtype=torch.float32, case=case)

@@ -137,8 +137,8 @@ def disturb(module: PolicyModule) -> None:
 def test_a_training_forward_that_differs_from_the_scoring_pass_aborts_before_the_step(tmp_path: Path) -> None:
     write_files(tmp_path / "run", files(1))
     config = config_of(tmp_path / "run", packing=SMALL_PACKS)
-    message, left = refuse_to_step(config, RuntimeError, prepare=disturb)
-    assert "scoring.tolerance=0.001: nothing was stepped" in message
+    message, left = refuse_to_step(config, Refusal, prepare=disturb)
+    assert "scoring.tolerance=0.001: nothing was stepped. Most in samples f0-" in message
     assert not left["state"]
 
 
@@ -153,8 +153,8 @@ def test_the_tolerance_of_the_scoring_check_is_the_configured_one(tmp_path: Path
 def test_an_engine_that_disagrees_with_the_trainer_aborts_before_the_step(tmp_path: Path) -> None:
     write_files(tmp_path / "run", files(1))
     config = config_of(tmp_path / "run", scoring=ScoringConfig(max_behavior_gap=0.1))
-    message, left = refuse_to_step(config, RuntimeError)
-    assert "scoring.max_behavior_gap=0.1: nothing was stepped" in message
+    message, left = refuse_to_step(config, Refusal)
+    assert "scoring.max_behavior_gap=0.1: nothing was stepped. Most in samples f0-" in message
     assert identical(left["weights"], initial_weights(config))
     assert not left["state"]
 
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_aborts_before_the_step_and_names_its_samples(
 ) -> None:
     write_files(tmp_path / "run", [broken_samples()])
     config = config_of(tmp_path / "run", loss=OVERFLOW, packing=packing)
-    message, left = refuse_to_step(config, FloatingPointError)
+    message, left = refuse_to_step(config, Refusal)
     assert "update 1: loss" in message
     assert ": samples f0-3. Nothing was stepped" in message
     assert identical(left["weights"], initial_weights(config))
@@ -196,7 +196,7 @@ class Poison(Callback):
 def test_broken_weights_are_called_not_finite_and_not_a_failed_scoring_check(tmp_path: Path) -> None:
     write_files(tmp_path / "run", files(1))
     config = config_of(tmp_path / "run", scoring=ScoringConfig(max_behavior_gap=5.0))
-    message, left = refuse_to_step(config, FloatingPointError, callbacks=[Poison()])
+    message, left = refuse_to_step(config, Refusal, callbacks=[Poison()])
     assert all(f"f0-{i}" in message for i in range(8))
     assert not left["state"]
 
@@ -222,7 +222,7 @@ def test_updates_that_are_not_finite_are_not_skipped_for_ever(tmp_path: Path) ->
     write_files(tmp_path / "run", [broken_samples()] * 3)
     batch = BatchConfig(samples_per_step=None, max_skips=1)
     config = config_of(tmp_path / "run", loss=replace(OVERFLOW, on_nonfinite=OnNonfinite.skip), batch=batch)
-    message, left = refuse_to_step(config, FloatingPointError)
+    message, left = refuse_to_step(config, Refusal)
     assert "samples f0-3" in message
     assert not left["state"]
     log = (tmp_path / "run" / "training_contract_rank0.jsonl").read_text()

@@ -5,12 +5,13 @@ time, and against the same update under other budgets, filler, recomputation and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from composing import CONF, compose
 from oracle import OracleDocument, group_advantages, log_probability, number, policy_objective
 from torch import Tensor
 from training_cases import (
@@ -242,35 +243,42 @@ def test_an_unpacked_update_has_the_same_gradients(whole: Run, tmp_path: Path) -
     assert largest_difference(run.recorder.gradients[0], whole.recorder.gradients[0]) < EXACT
 
 
-def test_router_losses_combine_by_real_tokens_over_packs(apart: Run, tmp_path: Path) -> None:
-    aux, z = 0.3, 0.02
+LOSSES = sorted(path.stem for path in (CONF / "loss").glob("*.yaml"))
+BONUS = ("loss.entropy_coef=0.02", "loss.reduction=response")
+
+
+@pytest.mark.parametrize(
+    "overrides", [*((f"loss={name}",) for name in LOSSES), BONUS], ids=lambda overrides: overrides[0]
+)
+def test_every_loss_that_conf_offers_has_the_gradients_of_the_oracle(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """In a second step, where policy, anchor and behaviour differ, so that clips and weights act."""
+    loss = compose(*overrides).loss
+    samples = samples_of((*SHAPES, *SHAPES), seed=3)
+    samples[9] = masked(samples[9], keep=(3, 4))
     run = run_step(
         tmp_path / "run",
-        step_samples(),
+        samples,
+        loss=loss,
         packing=budget(20),
-        loss=LossConfig(router_aux_weight=aux, router_z_weight=z),
+        batch=BatchConfig(samples_per_step=8),
+        trainer=TrainerConfig(max_steps=2),
     )
-    decoder = decoder_with(run.recorder.weights[0])
-    plan = run.recorder.batches[0].plan
-    assert plan is not None
-    samples = step_samples()
-    total = sum(len(sample) for sample in samples)
-    balance = z_mean = torch.zeros((), dtype=torch.float64)
-    for positions in plan.packs[0]:
-        output = forward_alone(decoder, [samples[i] for i in positions])
-        tokens = sum(len(samples[i]) for i in positions)
-        balance = balance + output.router_balance.sum() * tokens / total
-        z_mean = z_mean + output.router_z.sum() / total
-    terms, plain = run.events("optimizer")[0]["terms"], apart.events("optimizer")[0]["terms"]
-    assert terms["loss/router_balance"] == pytest.approx(number(balance), rel=EXACT)
-    assert terms["loss/router_z"] == pytest.approx(number(z_mean), rel=EXACT)
-    assert terms["loss/total"] == pytest.approx(
-        plain["loss/total"] + aux * number(balance) + z * number(z_mean), rel=EXACT
+    before, after = (decoder_with(weights) for weights in run.recorder.weights)
+    advantages = group_advantages(
+        [s.reward for s in samples], [s.group for s in samples], normalize=loss.normalize_advantages
     )
-    added = gradients_of(decoder, aux * balance + z * z_mean)
-    expected = {name: gradient + added[name] for name, gradient in apart.recorder.gradients[0].items()}
-    assert max(float(gradient.abs().max()) for gradient in added.values()) > 1e-3
-    assert largest_difference(run.recorder.gradients[0], expected) < 1e-11
+    held = [float(np.float32(advantage)) for advantage in advantages[8:]]  # packs hold float32
+    documents = oracle_documents(samples[8:], decoder=after, anchors=before, advantages=held)
+    settings = {f.name: getattr(loss, f.name) for f in fields(loss)}
+    expected = policy_objective(
+        documents, settings={name: getattr(value, "value", value) for name, value in settings.items()}
+    )
+    gradients = gradients_of(after, expected)
+    assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-4
+    assert run.events("optimizer")[1]["terms"]["loss/total"] == pytest.approx(number(expected), rel=1e-10)
+    assert largest_difference(run.recorder.gradients[1], gradients) < 1e-10
 
 
 def test_steps_of_one_file_are_anchored_at_the_policy_before_the_first_of_them(tmp_path: Path) -> None:
@@ -298,4 +306,13 @@ def test_steps_of_one_file_are_anchored_at_the_policy_before_the_first_of_them(t
         for t in document.scored()
     ]
     assert run.events("scoring")[1]["mean_abs"] == pytest.approx(float(np.mean(ratios)), rel=1e-9)
+    raw = [
+        float(np.exp(number(log_probability(document, t)) - document.anchor[t]))
+        for document in documents
+        for t in document.scored()
+    ]
+    assert max(raw) > 1.28, "beyond the clip, and told as it is"
+    assert terms["loss/ratio"] == pytest.approx(float(np.mean(raw)), rel=1e-9)
+    assert run.events("optimizer")[1]["max_ratio"] == pytest.approx(max(raw), rel=1e-9)
+    assert run.rows[1]["loss/max_ratio"] == pytest.approx(max(raw), rel=1e-6)
     assert run.events("scoring")[0]["mean_abs"] < 1e-12

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from training_cases import LAYOUT, MODEL, config_of, fit, identical, masked, samples_of, write_files
 
+from olmo_rl.cli import run_recipe
 from olmo_rl.config import (
     BatchConfig,
     Config,
@@ -32,12 +33,11 @@ from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import load_weights
-from olmo_rl.training.checkpoints import complete_checkpoints
+from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.training.processes import run_ranks
 from olmo_rl.training.warm_start import warm_start
 from olmo_rl.types import Sample, Topology
-from recipes import score, sft, train
 
 WARM = WarmStartConfig(steps=2, lr=5e-3, samples_per_step=6)
 
@@ -72,7 +72,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     # The gap of the files is 1.3; a demonstration's log-probs are far below -3.
     scoring = ScoringConfig(max_behavior_gap=3.0)
     config = warm_config(run_dir, cache=run_dir / "cache", scoring=scoring)
-    train.run(config)
+    run_recipe(config)
     return config
 
 
@@ -147,7 +147,7 @@ def test_supervised_updates_lower_the_cross_entropy_and_report_no_engine_agreeme
         trainer=TrainerConfig(max_steps=8),
         scoring=ScoringConfig(max_behavior_gap=0.01),
     )
-    sft.run(config)
+    run_recipe(config)
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert rows[-1]["loss/cross_entropy"] < rows[0]["loss/cross_entropy"] - 0.3
@@ -178,7 +178,7 @@ def test_scoring_writes_one_line_a_sample_with_the_policys_log_probs(tmp_path: P
         packing=PackingConfig(kind=PackingKind.consecutive, max_tokens=20),
         batch=BatchConfig(samples_per_step=4),
     )
-    score.run(config)
+    run_recipe(config)
     lines = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
     assert [line["sample_id"] for line in lines] == [sample.id for sample in [*first, *second]]
     decoder = HybridDecoder(MODEL, attention="reference")

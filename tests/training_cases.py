@@ -44,7 +44,7 @@ from olmo_rl.training.datamodule import RolloutDataModule
 from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.processes import run_ranks
-from olmo_rl.training.sources import FileSource, LocalSource
+from olmo_rl.training.sources import FileSource, GeneratingSource
 from olmo_rl.training.sources import Source as RolloutSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY
@@ -259,7 +259,7 @@ def _source(config: Config, *, module: PolicyModule, strategy: ExpertParallelStr
         return FileSource(config)
     local = build_local(config)
     module.publish = local.engine.publish
-    return LocalSource(config, local=local, strategy=strategy)
+    return GeneratingSource(config, parts=local, strategy=strategy)
 
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

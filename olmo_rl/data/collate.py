@@ -1,8 +1,12 @@
-"""Samples and one rank's plan -> packs. Owns concatenation, document boundaries and each sample's replay
-tail.
+"""Samples and one rank's plan -> packs. Owns concatenation, document boundaries, each sample's replay tail
+and pads.
 
 Everything per token comes from `packs.TOKEN_FIELDS`; routes are appended sample by sample, so that a sample
 of T tokens always brings T rows: T-1 recorded ones and its own synthetic tail (`planning.loads.tail_routes`).
+Pads repeat rows of the pack as `planning.pads.pad_documents` says, with the routes of these rows.
+
+Refused: missing or misshapen routes, naming the sample; padding a pack that was padded to another length, and
+a per-token field that the table does not know (`ValueError`: both are ours).
 """
 
 from __future__ import annotations
@@ -13,13 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from olmo_rl.data.packs import TOKEN_FIELDS, Normalisers, Pack, PackedBatch
-from olmo_rl.planning.loads import tail_routes
-from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, Topology
+from olmo_rl.data.packs import TOKEN_FIELDS, Normalisers, Pack, PackedBatch, PadRule
+from olmo_rl.planning.loads import placeholder_routes, tail_routes
+from olmo_rl.planning.pads import pad_documents, stripes
+from olmo_rl.types import NO_PADDING, ExpertLayout, PackPlan, Padding, Refusal, Sample, Topology
 
 
-def collate(samples: Sequence[Sample], *, layout: ExpertLayout | None, topology: Topology) -> Pack:
-    """Concatenate complete samples into one pack, in the order given.
+def collate(
+    samples: Sequence[Sample],
+    *,
+    layout: ExpertLayout | None,
+    topology: Topology,
+    padding: Padding = NO_PADDING,
+) -> Pack:
+    """Concatenate complete samples into one pack, in the order given, then pad it.
 
     `layout` not None means replay: every sample must carry routes [T-1, L, K]; the pack's routes are [T, L,
     K].
@@ -34,17 +45,85 @@ def collate(samples: Sequence[Sample], *, layout: ExpertLayout | None, topology:
         assert tensor.shape == (boundaries[-1],), (
             f"field {name} has {tuple(tensor.shape)} rows, not {boundaries[-1]}"
         )
-    lengths = torch.tensor([len(sample) for sample in samples])
-    return Pack(
+    pack = Pack(
         ids=tuple(sample.id for sample in samples),
         fields=fields,
-        document_ids=torch.repeat_interleave(torch.arange(len(samples)), lengths),
+        document_ids=_document_ids(boundaries),
         cu_seqlens=torch.tensor(boundaries, dtype=torch.int32),
         boundaries=boundaries,
         real_tokens=boundaries[-1],
         routes=None if layout is None else _routes(samples, layout=layout, topology=topology),
         routed_layers=() if layout is None else layout.routed_layers,
+        placeholders=tuple(sample.has_placeholders for sample in samples),
     )
+    return pad_pack(pack, padding=padding, layout=layout, topology=topology)
+
+
+def pad_pack(pack: Pack, *, padding: Padding, layout: ExpertLayout | None, topology: Topology) -> Pack:
+    """The pack with its pads; unchanged where it has them already, or needs none.
+
+    Pads are documents of their own with positions from 0. They never score a token, and nothing of theirs is
+    counted as real. `layout`: of the pack's routes; without routes `padding.experts` stands in for it.
+    """
+    rows = padding.rows(pack.real_tokens)
+    if rows == len(pack):
+        return pack
+    if len(pack) != pack.real_tokens:
+        raise ValueError(f"a pack of {len(pack)} rows was padded before, now to {rows}: pad it once")
+    lengths = [b - a for a, b in zip(pack.boundaries, pack.boundaries[1:], strict=False)]
+    documents = pad_documents(lengths, rows=rows, placeholders=pack.placeholders)
+    source = torch.cat([torch.arange(tokens) + pack.boundaries[d] for d, tokens in documents])
+    striped = stripes(pack.placeholders)
+    ends = pack.real_tokens + np.cumsum([tokens for _, tokens in documents])
+    boundaries = (*pack.boundaries, *ends.tolist())
+    routes, pad_routes, routed_layers = pack.routes, None, pack.routed_layers
+    experts = layout if layout is not None else padding.experts
+    if striped and experts is not None:
+        dealt = placeholder_routes(len(source), layout=experts, topology=topology)
+        pad_routes, routed_layers = torch.from_numpy(dealt), experts.routed_layers
+    if routes is not None:
+        routes = torch.cat([routes, routes[source] if pad_routes is None else pad_routes])
+    return Pack(
+        ids=pack.ids,
+        fields=_padded_fields(pack, source=source, pad_id=padding.pad_id if striped else None),
+        document_ids=_document_ids(boundaries),
+        cu_seqlens=torch.tensor(boundaries, dtype=torch.int32),
+        boundaries=boundaries,
+        real_tokens=pack.real_tokens,
+        routes=routes,
+        routed_layers=routed_layers,
+        placeholders=pack.placeholders,
+        pad_routes=pad_routes,
+    )
+
+
+def _padded_fields(pack: Pack, *, source: Tensor, pad_id: int | None) -> dict[str, Tensor]:
+    """Every field with its pads by its row of the table. `source` int64 [P]: the rows that pads repeat;
+    `pad_id` None where tokens are repeated too.
+    """
+    rules = {row.name: row.pad for row in TOKEN_FIELDS}
+    if pack.fields.keys() != rules.keys():
+        unlike = sorted(pack.fields.keys() ^ rules.keys())
+        raise ValueError(f"fields {unlike} have no pad rule or no values: say it in packs.TOKEN_FIELDS")
+    fields = {}
+    for name, tensor in pack.fields.items():
+        if len(tensor) != pack.real_tokens:
+            raise ValueError(f"field {name} has {len(tensor)} rows, the pack {pack.real_tokens}")
+        rule = rules[name]
+        if rule is PadRule.repeat or (rule is PadRule.token and pad_id is None):
+            pads = tensor[source]
+        elif rule is PadRule.token and pad_id is not None:
+            pads = torch.full_like(source, pad_id, dtype=tensor.dtype)
+        else:
+            pads = torch.zeros_like(source, dtype=tensor.dtype)
+        fields[name] = torch.cat([tensor, pads])
+    return fields
+
+
+def _document_ids(boundaries: Sequence[int]) -> Tensor:
+    """int64 [T]: the document of every row."""
+    lengths = torch.tensor(boundaries).diff()
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
 
 def _routes(samples: Sequence[Sample], *, layout: ExpertLayout, topology: Topology) -> Tensor:
@@ -79,11 +158,13 @@ def batch_of_rank(
     layout: ExpertLayout | None,
     topology: Topology,
     budget: int,
+    padding: Padding = NO_PADDING,
 ) -> PackedBatch:
     """One optimizer step as `rank` runs it: its column of packs under the step's global denominators."""
     return PackedBatch(
         packs=[
-            collate([samples[i] for i in pack], layout=layout, topology=topology) for pack in plan.packs[rank]
+            collate([samples[i] for i in pack], layout=layout, topology=topology, padding=padding)
+            for pack in plan.packs[rank]
         ],
         normalisers=count_normalisers(samples),
         plan=plan,

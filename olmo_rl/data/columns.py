@@ -30,6 +30,7 @@ class Kind(Enum):
     text = "text"
     integer = "integer"
     number = "number"
+    flag = "flag"
     tokens = "tokens"
     mask = "mask"
     logprobs = "logprobs"
@@ -58,6 +59,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(name="finish_reason", attribute="finish_reason", kind=Kind.text, required=False),
     Column(name="prompt", attribute="prompt", kind=Kind.text, required=False),
     Column(name="response", attribute="response", kind=Kind.text, required=False),
+    Column(name="has_placeholders", attribute="has_placeholders", kind=Kind.flag, required=False),
 )
 ROUTE_COLUMNS = ("routes", "routes_shape", "routes_dtype")
 ROUTE_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -158,10 +160,12 @@ def describe(collection: Collection) -> dict[str, Any]:
 def written_columns(collection: Collection) -> list[Column]:
     """The columns that a file of `collection` has: the required ones, and those that any sample fills."""
     return [
-        c
-        for c in COLUMNS
-        if c.required or any(getattr(s, c.attribute) is not None for s in collection.samples)
+        c for c in COLUMNS if c.required or any(_filled(getattr(s, c.attribute)) for s in collection.samples)
     ]
+
+
+def _filled(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 def layer_axis(record: Record) -> int | None:
@@ -275,6 +279,12 @@ def _number(value: Any, column: str) -> float:
     return float(value)
 
 
+def _flag(value: Any, column: str) -> bool:
+    if not isinstance(value, bool) and (type(value) is not int or value not in (0, 1)):
+        raise Refusal(f"{column} is {value!r}: expected true, false, 0 or 1")
+    return bool(value)
+
+
 def _tokens(value: Any, column: str) -> NDArray[np.int32]:
     if not isinstance(value, np.ndarray):
         _check_elements(value, column, (int,), "an integer")
@@ -316,6 +326,7 @@ _CONVERT: dict[Kind, Callable[[Any, str], Any]] = {
     Kind.text: _text,
     Kind.integer: _integer,
     Kind.number: _number,
+    Kind.flag: _flag,
     Kind.tokens: _tokens,
     Kind.mask: _mask,
     Kind.logprobs: _logprobs,

@@ -8,7 +8,7 @@ batch axis.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -21,9 +21,12 @@ from olmo_rl.types import PackPlan, Sample
 
 
 class PadRule(Enum):
-    """What a pad row holds: `repeat` the pack's own rows from the start, or a constant."""
+    """What a pad row holds: `repeat` what the row that it repeats holds; `token` the same, but the pad id
+    where nothing may be repeated; or a constant.
+    """
 
     repeat = "repeat"
+    token = "token"
     false = "false"
     zero = "zero"
 
@@ -51,7 +54,7 @@ def _advantage(sample: Sample) -> NDArray[np.float32]:
 
 
 TOKEN_FIELDS: tuple[TokenField, ...] = (
-    TokenField(name="tokens", dtype=torch.int64, pad=PadRule.repeat, read=lambda s: s.tokens),
+    TokenField(name="tokens", dtype=torch.int64, pad=PadRule.token, read=lambda s: s.tokens),
     TokenField(
         name="positions",
         dtype=torch.int64,
@@ -102,8 +105,10 @@ class PackContext:
     object.
 
     `positions` int64 [T] restart per document; `cu_seqlens` int32 [D+1] on the device, strictly increasing
-    from 0, last entry T; `boundaries` the same numbers on the host; `routes[layer]` int64 [T, K] by global
-    layer id, present exactly when `mode` is replay; `real_tokens`: rows from here on are pads.
+    from 0, last entry T; `boundaries` the same numbers on the host (`cu_seqlens_cpu`: as a tensor);
+    `routes[layer]` int64 [T, K] by global layer id, present exactly when `mode` is replay; `real_tokens`:
+    rows from here on are pads. `pad_routes` int64 [P, K] by layer id: ids that the last P rows take where
+    routing is live, for pads of a constant token, which a router would send to the same experts every time.
     """
 
     positions: Tensor
@@ -114,6 +119,8 @@ class PackContext:
     mode: RouteMode = RouteMode.live
     routes: Mapping[int, Tensor] | None = None
     trace: RouteTrace | None = None
+    pad_routes: Mapping[int, Tensor] | None = None
+    cu_seqlens_cpu: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert (self.mode is RouteMode.replay) == (self.routes is not None), (
@@ -132,7 +139,9 @@ class Pack:
     or None.
 
     `ids[d]` is the sample of document d, `document_ids` int64 [T] its index per token. Pads, where there are
-    any, form documents after `len(ids)`.
+    any, are the rows from `real_tokens` on and form documents after `len(ids)`. `placeholders[d]`: pads may
+    not repeat document d. `pad_routes` int64 [P, L, K]: ids of P pads that repeat nothing. `scored`:
+    `scored_rows` once it was asked for.
     """
 
     ids: tuple[str, ...]
@@ -143,6 +152,9 @@ class Pack:
     real_tokens: int
     routes: Tensor | None
     routed_layers: tuple[int, ...]
+    placeholders: tuple[bool, ...]
+    pad_routes: Tensor | None = None
+    scored: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -150,25 +162,42 @@ class Pack:
     def __len__(self) -> int:
         return self.boundaries[-1]
 
+    def scored_rows(self) -> Tensor:
+        """int64 [S]: tokens with a true loss mask. A document's first token has no row of its own document
+        that could score it: never one of them.
+        """
+        if self.scored is not None:
+            return self.scored
+        mask = self["loss_mask"].clone()
+        mask[self.cu_seqlens[:-1].long()] = False
+        return mask.nonzero().flatten()
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> Pack:
+        """The pack with `move` applied to every tensor. Scored rows are found before, on the host: a device
+        could only tell how many there are by being waited for.
+        """
+        return replace(
+            self,
+            fields={name: move(tensor) for name, tensor in self.fields.items()},
+            document_ids=move(self.document_ids),
+            cu_seqlens=move(self.cu_seqlens),
+            routes=None if self.routes is None else move(self.routes),
+            pad_routes=None if self.pad_routes is None else move(self.pad_routes),
+            scored=move(self.scored_rows()),
+        )
+
     def to(self, device: torch.device) -> Pack:
         """The pack on `device`: the one place where a pack moves."""
-        return Pack(
-            ids=self.ids,
-            fields={name: tensor.to(device, non_blocking=True) for name, tensor in self.fields.items()},
-            document_ids=self.document_ids.to(device, non_blocking=True),
-            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
-            boundaries=self.boundaries,
-            real_tokens=self.real_tokens,
-            routes=None if self.routes is None else self.routes.to(device, non_blocking=True),
-            routed_layers=self.routed_layers,
-        )
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def context(self, *, mode: RouteMode, trace: RouteTrace | None = None) -> PackContext:
         """The boundaries, positions and (under replay) routes of this pack's forward."""
-        routes = None
+        routes = pad_routes = None
         if mode is RouteMode.replay:
             assert self.routes is not None, "replay needs recorded routes"
             routes = {layer: self.routes[:, i] for i, layer in enumerate(self.routed_layers)}
+        elif self.pad_routes is not None:
+            pad_routes = {layer: self.pad_routes[:, i] for i, layer in enumerate(self.routed_layers)}
         return PackContext(
             positions=self["positions"],
             cu_seqlens=self.cu_seqlens,
@@ -178,6 +207,8 @@ class Pack:
             mode=mode,
             routes=routes,
             trace=trace,
+            pad_routes=pad_routes,
+            cu_seqlens_cpu=torch.tensor(self.boundaries, dtype=torch.int32),
         )
 
 
@@ -200,7 +231,8 @@ class PackedBatch:
     that trains: all steps of the collection, this one included. `anchors[i]` are log-probs [S] of the scored
     slots of pack i, where a scoring pass of its own computed them. `facts` are metrics that every rank knows
     alike. `schedule` says how the plan was found, `forecast` what every destination should receive where
-    routes are replayed.
+    routes are replayed. `finished`: its update ended, or there was none to make. `source`:
+    the file, or whatever else the samples came from.
     """
 
     packs: list[Pack]
@@ -214,8 +246,12 @@ class PackedBatch:
     anchors: list[Tensor] | None = None
     schedule: Schedule | None = None
     forecast: Forecast | None = None
+    finished: bool = False
+    source: str = ""
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same step with its packs on `device`; Lightning calls this before the update."""
+        """The same step with its tensors on `device`; Lightning calls this before the update."""
         self.packs = [pack.to(device) for pack in self.packs]
+        if self.anchors is not None:
+            self.anchors = [values.to(device) for values in self.anchors]
         return self

@@ -39,6 +39,7 @@ _ARROW_TYPES = {
     Kind.text: pa.string(),
     Kind.integer: pa.int64(),
     Kind.number: pa.float64(),
+    Kind.flag: pa.bool_(),
     Kind.tokens: pa.list_(pa.int32()),
     Kind.mask: pa.list_(pa.bool_()),
     Kind.logprobs: pa.list_(pa.float32()),

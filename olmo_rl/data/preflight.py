@@ -5,21 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from olmo_rl.config import Config, Recipe
+from olmo_rl.config import Config, Overlong, Recipe
+from olmo_rl.data.chat import ChatRow, render, too_long
+from olmo_rl.data.chat_files import open_chat, rows_in_order
 from olmo_rl.data.files import check_layout, collection_paths, read_collection
-from olmo_rl.data.tasks import build_task
-from olmo_rl.data.tokenizers import load_tokenizer
+from olmo_rl.data.tasks import Problem, build_task, demonstration
+from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.types import Collection, Refusal, Topology
 
 MAX_SEED = 2**32 - 1  # of Lightning and NumPy
 _PROMPTS = 64  # training prompts whose length is looked at
+_ROWS = 64  # rows of chat data that are looked at
 
 T = TypeVar("T")
 
@@ -34,8 +37,8 @@ class Findings:
     longest: int = 0
     updates: int = 0
     most_updates: int = 0  # of one file
-    boundaries: dict[int, Path] = field(default_factory=dict)  # updates at a file's end -> the file
     notes: list[str] = field(default_factory=list)
+    references: dict[bool, Path] = field(default_factory=dict)  # carried or not -> the first such file
 
     def collect(self, job: Callable[[], T]) -> T | None:
         """What `job` returns; None where it is refused, and why goes to `reasons`."""
@@ -59,33 +62,21 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
         findings.samples += len(collection.samples)
         findings.longest = max(findings.longest, int(collection.lengths.max()))
         findings.notes.extend(collection.notes)
+        findings.references.setdefault(collection.samples[0].ref_logprobs is not None, file)
         if plan:
             updates = findings.collect(partial(_plan, collection, config=config)) or 0
             findings.updates += updates
             findings.most_updates = max(findings.most_updates, updates)
-            if updates:
-                findings.boundaries[findings.updates] = file
+    if config.loss.kl_coef != 0 and len(findings.references) > 1:
+        findings.reasons.append(
+            f"{findings.references[True]} carries ref_logprobs, {findings.references[False]} does not: "
+            f"loss.kl_coef={config.loss.kl_coef} would mix both. Record them in all files, or in none"
+        )
     if plan and findings.files and not findings.updates and not findings.reasons:
         findings.reasons.append(
             f"{path}: no collection holds the batch.samples_per_step={config.batch.samples_per_step} samples "
             "of one update: lower it"
         )
-    if plan and config.recipe in (Recipe.train, Recipe.validate):
-        findings.reasons.extend(_stops_inside(config, findings.boundaries))
-
-
-def _stops_inside(config: Config, boundaries: Mapping[int, Path]) -> Iterator[str]:
-    """Checkpoints fall on the ends of files: a run that stops elsewhere would lose its last updates."""
-    steps = config.trainer.max_steps
-    later = [count for count in boundaries if count > steps]
-    if steps in boundaries or not later or config.batch.filter_zero_variance or config.batch.filter_truncated:
-        return
-    earlier = [count for count in boundaries if count < steps]
-    choices = [*earlier[-1:], min(later)]
-    yield (
-        f"trainer.max_steps={steps} ends inside {boundaries[min(later)]}, where no checkpoint can be saved: "
-        f"choose {' or '.join(map(str, choices))}"
-    )
 
 
 def refuse_files(config: Config) -> None:
@@ -100,29 +91,89 @@ def refuse_files(config: Config) -> None:
 
 def look_into_task(config: Config, findings: Findings) -> None:
     """Build the task and the tokenizer where the run needs them; they must fit the model."""
-    if not (config.generates or config.warm_start.steps > 0) or not 0 <= config.seed <= MAX_SEED:
+    prompts = config.generates and config.recipe is not Recipe.sft and config.sft.path is None
+    demonstrates = config.warm_start.steps > 0 or (config.recipe is Recipe.sft and config.sft.path is None)
+    if not (prompts or demonstrates) or not 0 <= config.seed <= MAX_SEED:
         return  # a seed out of range has a row of its own in the table of refusals
-    model = config.model
-    tokenizer = findings.collect(lambda: load_tokenizer(model.tokenizer))
+    tokenizer = findings.collect(lambda: fitting_tokenizer(config.model))
     task = findings.collect(lambda: build_task(config.task, seed=config.seed))
     if tokenizer is None or task is None:
         return
-    if tokenizer.vocab_size > model.vocab_size:
-        findings.reasons.append(
-            f"model.tokenizer={model.tokenizer} has {tokenizer.vocab_size} ids, the embedding fewer rows: "
-            f"raise model.vocab_size={model.vocab_size}"
-        )
-    problems = findings.collect(
-        lambda: [*task.problems(_PROMPTS, seed=config.seed), *task.held_out(config.task.eval_problems)]
-    )
-    lengths = [(len(tokenizer.encode(problem.prompt)), problem.id) for problem in problems or []]
-    longest, id = max(lengths, default=(0, ""))
-    if config.generates and longest + config.rollouts.max_new_tokens > model.max_seq_len:
-        findings.reasons.append(
+    problems = findings.collect(lambda: task.problems(_PROMPTS, seed=config.seed)) or []
+    if demonstrates:
+        findings.collect(partial(_check_demonstrations, problems, tokenizer=tokenizer, config=config))
+    if prompts:
+        problems += findings.collect(lambda: task.held_out(config.task.eval_problems)) or []
+        findings.collect(partial(_check_prompts, problems, tokenizer=tokenizer, config=config))
+
+
+def _check_prompts(problems: list[Problem], *, tokenizer: Tokenizer, config: Config) -> None:
+    longest, id = max(((len(tokenizer.encode(p.prompt)), p.id) for p in problems), default=(0, ""))
+    if longest + config.rollouts.max_new_tokens > config.model.max_seq_len:
+        raise Refusal(
             f"problem {id!r} has a prompt of {longest} tokens, with rollouts.max_new_tokens="
-            f"{config.rollouts.max_new_tokens} more than model.max_seq_len={model.max_seq_len}: raise the "
-            "latter, or lower the former"
+            f"{config.rollouts.max_new_tokens} more than model.max_seq_len={config.model.max_seq_len}: raise "
+            "the latter, or lower the former"
         )
+
+
+def _check_demonstrations(problems: list[Problem], *, tokenizer: Tokenizer, config: Config) -> None:
+    parts = ((demonstration(problem, tokenizer=tokenizer), problem.id) for problem in problems)
+    longest, id = max(((len(prompt) + len(answer), id) for (prompt, answer), id in parts), default=(0, ""))
+    if longest > config.model.max_seq_len:
+        raise Refusal(
+            f"problem {id!r}: prompt and answer, which supervised updates read, have {longest} tokens, more "
+            f"than model.max_seq_len={config.model.max_seq_len}: raise it, or choose easier problems"
+        )
+
+
+def look_into_chat(config: Config, findings: Findings) -> None:
+    """Read and render the first rows of chat data as training would."""
+    sft, model = config.sft, config.model
+    if sft.path is None or config.recipe not in (Recipe.sft, Recipe.validate):
+        return
+    tokenizer = findings.collect(lambda: fitting_tokenizer(model))
+    for key, path, split in (
+        ("sft.path", sft.path, sft.split),
+        ("sft.eval_path", sft.eval_path, sft.eval_split),
+    ):
+        if path is None or tokenizer is None:
+            continue
+        found = findings.collect(partial(_first_rows, path, config=config, key=key, split=split))
+        rendered = [
+            (row, document)
+            for row in found or []
+            if (document := findings.collect(partial(render, row, tokenizer=tokenizer))) is not None
+        ]
+        for row, (tokens, _) in rendered:
+            if len(tokens) > model.max_seq_len and sft.overlong is Overlong.refuse:
+                findings.reasons.append(too_long(row.where, tokens=len(tokens), longest=model.max_seq_len))
+        if not rendered:
+            continue
+        lengths = [len(tokens) for _, (tokens, _) in rendered]
+        scored = sum(int(trained.sum()) for _, (_, trained) in rendered)
+        findings.notes.append(
+            f"{key}: the first {len(lengths)} conversations have up to {max(lengths):,} tokens, "
+            f"{scored / sum(lengths):.0%} of them the assistant's"
+        )
+        if not any(tokenizer.eos_id in tokens[trained] for _, (tokens, trained) in rendered):
+            findings.notes.append(
+                f"{key}: no turn of the assistant holds the tokenizer's end of sequence: nothing teaches the "
+                "policy to stop"
+            )
+
+
+def _first_rows(path: str, *, config: Config, key: str, split: str) -> list[ChatRow]:
+    return rows_in_order(open_chat(path, config=config.sft, key=key, split=split)).take(_ROWS)
+
+
+def refuse_supervised(config: Config) -> None:
+    """Raise one Refusal of everything that a supervised run would be refused for at its beginning."""
+    findings = Findings()
+    look_into_task(config, findings)
+    look_into_chat(config, findings)
+    if findings.reasons:
+        raise Refusal(findings.reasons)
 
 
 def read_for(config: Config, *, path: Path) -> Collection:
@@ -138,13 +189,31 @@ def read_for(config: Config, *, path: Path) -> Collection:
         num_layers=len(model.layer_types),
     )
     check_layout(collection, expected=model.expert_layout, replay=replay, max_seq_len=model.max_seq_len)
-    missing = [sample.id for sample in collection.samples if sample.ref_logprobs is None]
-    if config.loss.kl_coef > 0 and missing:
-        raise Refusal(
-            f"{path}: sample {missing[0]!r} has no ref_logprobs ({len(missing)} such samples), which "
-            f"loss.kl_coef={config.loss.kl_coef} needs: record them, or set loss.kl_coef=0"
-        )
+    if config.loss.kl_coef != 0:
+        _check_reference(collection, config=config, path=path)
     return collection
+
+
+def _check_reference(collection: Collection, *, config: Config, path: Path) -> None:
+    """A file brings reference log-probs for all of its samples or for none, and then instead of a model."""
+    missing = [sample.id for sample in collection.samples if sample.ref_logprobs is None]
+    if missing and len(missing) < len(collection.samples):
+        raise Refusal(
+            f"{path}: sample {missing[0]!r} has no ref_logprobs ({len(missing)} such samples), others have: "
+            f"loss.kl_coef={config.loss.kl_coef} would mix two references. Record them for all, or for none"
+        )
+    if not missing and config.loss.reference is not None:
+        raise Refusal(
+            f"loss.reference={config.loss.reference}: no effect, {path} carries ref_logprobs, and these are "
+            "used: leave loss.reference=null, or drop the column"
+        )
+
+
+def carries_reference(config: Config) -> bool:
+    """Whether recorded files bring the log-probs of their reference: the first file tells, all are alike."""
+    assert config.rollouts.path is not None, "refusals require rollouts.path for rollouts=files"
+    first = read_for(config, path=collection_paths(config.rollouts.path)[0])
+    return first.samples[0].ref_logprobs is not None
 
 
 def _plan(collection: Collection, *, config: Config) -> int:

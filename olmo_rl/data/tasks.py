@@ -13,23 +13,19 @@ held-out problems than there are, rewards that are no number.
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
-import importlib
-import inspect
 import itertools
-import json
-import math
-import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
 from olmo_rl.config import TaskConfig, TaskKind
+from olmo_rl.data.json_lines import parse_line, text_fault
+from olmo_rl.data.judging import build_judge, exact
+from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.types import Refusal
 
 # One problem in so many is held out where problems can be told apart by a hash.
@@ -41,11 +37,14 @@ MAX_DIGITS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """A prompt and what is known about its answer. `entry` is what the dataset needs to verify responses."""
+    """A prompt and what is known about its answer. `domain` says who judges, `entry` is what the dataset
+    needs to verify responses.
+    """
 
     id: str
     prompt: str
     reference: str | None
+    domain: str | None = None
     entry: Mapping[str, Any] | None = None
 
     @property
@@ -73,6 +72,11 @@ class Task(Protocol):
     def reward(self, problem: Problem, response: str) -> float:
         """What a response is worth: finite, or NaN where the verifier cannot judge."""
         ...
+
+
+def demonstration(problem: Problem, *, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids of the prompt, and of the reference answer with the end of sequence behind it."""
+    return tokenizer.encode(problem.prompt), [*tokenizer.encode(problem.answer), tokenizer.eos_id]
 
 
 def build_task(config: TaskConfig, *, seed: int) -> Task:
@@ -104,11 +108,6 @@ def refuse_unknown(names: Sequence[str], *, known: Sequence[str], where: str) ->
 def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     return f", the nearest known name is {near[0]!r}" if near else ""
-
-
-def _exact(response: str, answer: str) -> float:
-    """1 where the response is the answer, spaces around it aside; else 0."""
-    return float(response.strip() == answer.strip())
 
 
 def in_rounds(count: int, *, draw: Callable[[int, int], list[Problem]], where: str) -> list[Problem]:
@@ -156,7 +155,7 @@ class AdditionTask:
         return take_held_out(found, count=count, where="task=addition")
 
     def reward(self, problem: Problem, response: str) -> float:
-        return _exact(response, problem.answer)
+        return exact(response, problem.answer)
 
     def _pairs(self, count: int, *, held_out: bool, seeds: tuple[int, ...]) -> list[Problem]:
         """Up to `count` different pairs of one side."""
@@ -181,8 +180,9 @@ class AdditionTask:
 
 
 class JsonlTask:
-    """Prompts and answers from a file of lines {"prompt": text, "answer": text}; other keys are left alone,
-    blank lines passed over. One prompt in `HELD_OUT_EVERY` is held out. `task.verifier` judges responses.
+    """Prompts and answers from a file of lines {"prompt": text, "answer": text}, maybe with a "domain"; other
+    keys are left alone, blank lines passed over. One prompt in `HELD_OUT_EVERY` is held out. `task.verifiers`
+    judges responses by domain, `task.verifier` all others.
     """
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
@@ -190,7 +190,7 @@ class JsonlTask:
             raise Refusal("task.path is not set: name a file of lines with prompt and answer")
         self._seed = seed
         self._path = config.path
-        self._verify = _resolve_verifier(config.verifier)
+        self._judge = build_judge(config)
         problems = _read_problems(Path(config.path))
         self._training = [problem for problem in problems if not is_held_out(problem.prompt)]
         self._reserved = list({p.prompt: p for p in problems if is_held_out(p.prompt)}.values())
@@ -206,30 +206,12 @@ class JsonlTask:
         return take_held_out(self._reserved, count=count, where=f"task.path={self._path}")
 
     def reward(self, problem: Problem, response: str) -> float:
-        with _Naming(problem):
-            value = self._verify(response, problem.answer)
-        if not isinstance(value, numbers.Real) or math.isinf(value):
-            raise Refusal(
-                f"task.verifier returned {value!r} for problem {problem.id}: return a finite number, or NaN "
-                "where the response cannot be judged"
-            )
-        return float(value)
+        return self._judge.judge(response, answer=problem.answer, domain=problem.domain, problem=problem.id)
 
-
-@dataclass(frozen=True, slots=True)
-class _Naming:
-    """Adds the problem to an exception that passes through."""
-
-    problem: Problem
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            error.add_note(f"task.verifier failed on a response to problem {self.problem.id}")
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Judgements that failed or ran out of time, since the start."""
+        return self._judge.counts
 
 
 def _read_problems(path: Path) -> list[Problem]:
@@ -240,16 +222,19 @@ def _read_problems(path: Path) -> list[Problem]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            faults.append(f"{path}, line {number}: not JSON ({error})")
+            row = parse_line(line, where=where)
+        except Refusal as refusal:
+            faults.extend(refusal.reasons)
             continue
         fault = _row_fault(row)
         if fault is not None:
-            faults.append(f"{path}, line {number}: {fault}")
+            faults.append(f"{where}: {fault}")
             continue
-        problems.append(Problem(id=f"line-{number}", prompt=row["prompt"], reference=row["answer"]))
+        assert isinstance(row, dict), "else it is at fault"
+        id, domain = f"line-{number}", row.get("domain")
+        problems.append(Problem(id=id, prompt=row["prompt"], reference=row["answer"], domain=domain))
     if not problems and not faults:
         faults = [f"{path}: no problem in it"]
     if faults:
@@ -263,26 +248,8 @@ def _row_fault(row: object) -> str | None:
     for key in ("prompt", "answer"):
         if not isinstance(row.get(key), str):
             return f"{key!r} is {'missing' if key not in row else 'not text: quote it'}"
+        if (fault := text_fault(row[key])) is not None:
+            return f"{key!r} {fault}"
+    if not isinstance(row.get("domain"), str | None):
+        return "'domain' is not text: quote it"
     return "'prompt' is empty" if not row["prompt"] else None
-
-
-def _resolve_verifier(verifier: Mapping[str, Any] | None) -> Callable[[str, str], Any]:
-    """The function behind `_target_` with its further arguments bound; exact match where there is none."""
-    if not verifier:
-        return _exact
-    target = verifier.get("_target_")
-    module, _, name = str(target).rpartition(".")
-    if not isinstance(target, str) or not module:
-        raise Refusal("task.verifier: give the function's import path, {_target_: package.function}")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise Refusal(f"task.verifier._target_={target}: {error}") from error
-    arguments = {key: value for key, value in verifier.items() if key != "_target_"}
-    try:
-        inspect.signature(function).bind("response", "answer", **arguments)
-    except TypeError as error:
-        raise Refusal(
-            f"task.verifier._target_={target}: called (response, answer, {arguments}): {error}"
-        ) from error
-    return functools.partial(function, **arguments)

@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes for tiny models, Hugging Face tokenizers for real ones. No torch here.
 
-Refuses: tokenizers that cannot be found, or have no end-of-sequence token.
+Refuses: tokenizers that cannot be found, have no end-of-sequence token, or know more ids than the embedding.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from olmo_rl.config import ModelConfig
 from olmo_rl.types import Refusal
 
 
@@ -78,4 +79,18 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise Refusal(f"model.tokenizer={name}: {str(error).splitlines()[0]}") from error
     if backend.eos_token_id is None:
         raise Refusal(f"model.tokenizer={name}: it has no end-of-sequence token, so no response could end")
-    return HfTokenizer(backend=backend, eos_id=int(backend.eos_token_id), vocab_size=len(backend))
+    highest = max(backend.get_vocab().values(), default=-1)  # ids of added tokens may leave gaps
+    return HfTokenizer(
+        backend=backend, eos_id=int(backend.eos_token_id), vocab_size=max(len(backend), highest + 1)
+    )
+
+
+def fitting_tokenizer(model: ModelConfig) -> Tokenizer:
+    """The tokenizer of `model`, refused where it knows ids that the embedding has no row for."""
+    tokenizer = load_tokenizer(model.tokenizer)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise Refusal(
+            f"model.tokenizer={model.tokenizer} has {tokenizer.vocab_size} ids, the embedding fewer rows: "
+            f"raise model.vocab_size={model.vocab_size}"
+        )
+    return tokenizer

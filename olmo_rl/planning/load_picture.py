@@ -11,39 +11,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.planning.objective import destination_loads
+from olmo_rl.planning.pads import Pads
 from olmo_rl.types import PackPlan, Topology
 
 
 def column_loads(
-    plan: PackPlan, *, loads: NDArray[np.int32], topology: Topology
+    plan: PackPlan, *, loads: NDArray[np.int32], topology: Topology, pads: Pads | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """int64 [C, W] assignments that each rank receives in a column, all layers together, and int64 [C] its
-    expert work: the busiest rank of every layer, which is at least the busiest rank of the column.
+    expert work: the busiest rank of every layer, which is at least the busiest rank of the column. What pads
+    add is counted.
     """
-    load = destination_loads(plan, loads=loads, topology=topology)
+    added = None if pads is None else pads.work(plan)
+    load = destination_loads(plan, loads=loads, topology=topology, pads=added)
     return load.sum(axis=-1).reshape(len(load), -1), load.max(axis=(1, 2)).sum(axis=-1)
 
 
 def draw_loads(
-    before: PackPlan, after: PackPlan, *, loads: NDArray[np.int32], topology: Topology, path: Path
+    before: PackPlan,
+    after: PackPlan,
+    *,
+    loads: NDArray[np.int32],
+    topology: Topology,
+    path: Path,
+    pads: Pads | None = None,
 ) -> None:
-    """One panel a plan: a dot per rank and column, a line at the column's expert work, the step's mean."""
+    """One panel a plan: a dot per rank and column, a line at the column's expert work, the mean rank and
+    column.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    mean = loads.sum(dtype=np.int64) / topology.world_size
     for axes, (name, plan) in zip(panels, (("arrival", before), ("planned", after)), strict=True):
-        ranks, work = column_loads(plan, loads=loads, topology=topology)
+        ranks, work = column_loads(plan, loads=loads, topology=topology, pads=pads)
         columns = np.arange(len(work))
         axes.vlines(columns, ranks.min(axis=1), work, color="#cfd8dc", linewidth=6, zorder=1)
         for rank in range(topology.world_size):
             offset = (rank - (topology.world_size - 1) / 2) * 0.5 / topology.world_size
             axes.scatter(columns + offset, ranks[:, rank], s=14, color="#1f77b4", zorder=2, linewidths=0)
         axes.hlines(work, columns - 0.35, columns + 0.35, color="#d62728", linewidth=1.6, zorder=3)
-        axes.axhline(mean / len(work), color="#555555", linewidth=0.8, linestyle=":", zorder=0)
+        axes.axhline(ranks.mean(), color="#555555", linewidth=0.8, linestyle=":", zorder=0)
         axes.set_title(f"{name}: expert work {int(work.sum()):,}", loc="left", fontsize=10)
         axes.set_xticks(columns[:: max(1, len(columns) // 16)])
         axes.set_xlim(-0.6, len(columns) - 0.4)

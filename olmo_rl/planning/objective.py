@@ -4,7 +4,8 @@ This module verifies what the searches return, so it shares no code with them. C
 
 Shapes: N samples, W ranks, C columns (packs of a rank), R replicas, E expert-parallel ranks, L routed layers.
 `lengths` int64 [N], `loads` int32 [N, E, L] as `loads.collection_loads` counts them, or None where nothing is
-known about experts; then every expert field is None.
+known about experts; then every expert field is None. `pads` is what the pads of exactly this plan add
+(`pads.Pads.work`); without it only real tokens count. Bounds are of real work, always.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_rl.planning.pads import PadWork
 from olmo_rl.types import PackPlan, Topology
 
 
@@ -62,22 +64,34 @@ def _cell_sums(plan: PackPlan, values: NDArray[np.integer]) -> NDArray[np.int64]
     return sums.reshape(plan.world_size, plan.packs_per_rank, *values.shape[1:])
 
 
-def destination_loads(plan: PackPlan, *, loads: NDArray[np.int32], topology: Topology) -> NDArray[np.int64]:
+def destination_loads(
+    plan: PackPlan, *, loads: NDArray[np.int32], topology: Topology, pads: PadWork | None = None
+) -> NDArray[np.int64]:
     """int64 [C, R, E, L]: assignments of every destination while a column runs."""
     cells = _cell_sums(plan, loads)
+    if pads is not None:
+        assert pads.loads is not None, "pads of samples with routes have loads"
+        cells = cells + pads.loads
     columns, (ep_degree, layers) = plan.packs_per_rank, loads.shape[1:]
     by_replica = cells.reshape(topology.num_replicas, topology.ep_degree, columns, ep_degree, layers)
     return by_replica.sum(axis=1).transpose(1, 0, 2, 3)
 
 
 def measure(
-    plan: PackPlan, *, lengths: NDArray[np.integer], loads: NDArray[np.int32] | None, topology: Topology
+    plan: PackPlan,
+    *,
+    lengths: NDArray[np.integer],
+    loads: NDArray[np.int32] | None,
+    topology: Topology,
+    pads: PadWork | None = None,
 ) -> Work:
     """The exact work of `plan`, computed from scratch."""
     assert plan.world_size == topology.world_size, "the plan belongs to another world size"
     n = _lengths(lengths)
-    token_work = int(_cell_sums(plan, n).max(axis=0).sum())
-    pair_work = int(_cell_sums(plan, n * n).max(axis=0).sum())
+    tokens, pairs = _cell_sums(plan, n), _cell_sums(plan, n * n)
+    if pads is not None:
+        tokens, pairs = tokens + pads.rows, pairs + pads.pairs
+    token_work, pair_work = int(tokens.max(axis=0).sum()), int(pairs.max(axis=0).sum())
     if loads is None:
         return Work(
             expert_work=None,
@@ -88,7 +102,7 @@ def measure(
             max_destination_load=None,
             packs_per_rank=plan.packs_per_rank,
         )
-    load = destination_loads(plan, loads=loads, topology=topology)
+    load = destination_loads(plan, loads=loads, topology=topology, pads=pads)
     skew = load.max(axis=2).sum(axis=-1) / load.mean(axis=2).sum(axis=-1)
     return Work(
         expert_work=int(load.max(axis=(1, 2)).sum()),

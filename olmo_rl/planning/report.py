@@ -1,7 +1,8 @@
 """A plan as JSON, as a table and as a picture. Owns the format of plan.json and what `packs.png` shows.
 
 plan.json is byte-identical for identical input: no clock, no path, floats rounded to nine decimals. Packing
-off has no budget, so `budget` and `fill` are null there; without routes every expert field is null.
+off has no budget, so `budget` and `fill` are null there; without routes every expert field is null. Where
+rows are padded, a block also has `padded_tokens`, the rows of all packs, and `before` and `after` count pads.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from olmo_rl.config import Config, ScoringMode
 from olmo_rl.planning.objective import Bounds, Work, gap, lower_bounds, measure
+from olmo_rl.planning.pads import Pads
 from olmo_rl.types import PackPlan, Topology
 
 _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
@@ -30,7 +32,7 @@ _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """One planned optimizer step. `before` is the work of the order of arrival, `after` that of `plan`;
-    `start` and `seconds` are told by a search.
+    `start` and `seconds` are told by a search. `padded_tokens`: rows of all packs, None without pads.
     """
 
     step: int
@@ -41,6 +43,7 @@ class Block:
     after: Work
     bounds: Bounds
     fill: float | None
+    padded_tokens: int | None = None
     start: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -55,8 +58,13 @@ def describe_step(
     arrival: PackPlan,
     topology: Topology,
     budget: int | None,
+    pads: Pads | None = None,
 ) -> Block:
-    """Measure `plan` and the `arrival` plan of the same samples. `budget` None means packing off."""
+    """Measure `plan` and the `arrival` plan of the same samples, with their `pads` where rows are padded.
+    `budget` None means packing off.
+    """
+    added = None if pads is None else pads.work(plan)
+    at_first = added if pads is None or plan is arrival else pads.work(arrival)
     tokens = int(lengths.sum())
     bounds = lower_bounds(
         lengths=lengths, loads=loads, topology=topology, budget=budget or int(lengths.max())
@@ -68,10 +76,11 @@ def describe_step(
         ids=tuple(ids),
         lengths=lengths,
         plan=plan,
-        before=measure(arrival, lengths=lengths, loads=loads, topology=topology),
-        after=measure(plan, lengths=lengths, loads=loads, topology=topology),
+        before=measure(arrival, lengths=lengths, loads=loads, topology=topology, pads=at_first),
+        after=measure(plan, lengths=lengths, loads=loads, topology=topology, pads=added),
         bounds=bounds,
         fill=None if budget is None else tokens / (topology.world_size * plan.packs_per_rank * budget),
+        padded_tokens=None if added is None else tokens + int(added.rows.sum()),
     )
 
 
@@ -94,6 +103,7 @@ def plan_document(
                 "lower_bounds": asdict(block.bounds),
                 "search": None if block.plan.search is None else asdict(block.plan.search),
             }
+            | ({} if block.padded_tokens is None else {"padded_tokens": block.padded_tokens})
             for block in blocks
         ],
         "untouched_tail": list(untouched_tail),
@@ -149,7 +159,7 @@ def print_report(
     title = f"{topology.world_size} ranks, {topology.num_replicas} x EP {topology.ep_degree}, {packs}"
     console.print(plan_table(blocks, title=title))
     console.print("Percentages: above the lower bound, which divides samples and may be out of reach.")
-    for line in search_lines(blocks):
+    for line in (*padding_lines(blocks), *search_lines(blocks)):
         console.print(line, highlight=False, markup=False)
     if untouched_tail:
         console.print(f"Left out: {len(untouched_tail)} samples at the end of collections, no complete step.")
@@ -214,6 +224,17 @@ def _bound_cells(block: Block, *, experts: bool) -> list[str]:
     if experts and bounds.expert_work is not None:
         cells += [_short(bounds.expert_work), "", ""]
     return cells
+
+
+def padding_lines(blocks: Sequence[Block]) -> Iterator[str]:
+    """One line for every padded step: its real tokens and its rows."""
+    for block in blocks[:_TABLE_STEPS]:
+        if block.padded_tokens is not None:
+            tokens = int(block.lengths.sum())
+            yield (
+                f"Step {block.step}: {tokens:,} tokens in {block.padded_tokens:,} padded rows "
+                f"({tokens / block.padded_tokens:.3f}); work counts pads, bounds do not"
+            )
 
 
 def search_lines(blocks: Sequence[Block]) -> Iterator[str]:

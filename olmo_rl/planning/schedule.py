@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,44 @@ from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import Bounds, Work, destination_loads, gap, lower_bounds, measure
 from olmo_rl.planning.packing import plan_step
-from olmo_rl.types import ExpertLayout, PackPlan, Sample, Topology
+from olmo_rl.planning.pads import Pads, PadWork
+from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, Topology
 
 _NAMED = 8  # destinations that a mismatch names
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepInput:
+    """One optimizer batch as the planner sees it.
+
+    `lengths` [N] tokens in order of arrival, N a multiple of the world size; `ids` seed a search; `loads`
+    int32 [N, E, L], or None to plan by length alone; `seconds` overrides `balance.seconds`; `source` (a file)
+    serves messages. `pads`: how rows are padded, None where they are not. Searches look at real tokens; the
+    work that is reported, and the cap on destinations, count pads.
+    """
+
+    lengths: NDArray[np.int64]
+    ids: Sequence[str]
+    loads: NDArray[np.int32] | None
+    budget: int
+    topology: Topology
+    balance: BalanceConfig
+    seconds: float | None = None
+    source: str | None = None
+    pads: Pads | None = None
+
+    def work(self, plan: PackPlan) -> Work:
+        """The exact work of `plan`, pads included."""
+        added = None if self.pads is None else self.pads.work(plan)
+        return measure(plan, lengths=self.lengths, loads=self.loads, topology=self.topology, pads=added)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A plan and what is known of it. `start` names the best start of a search, `paths` counts the scoring
-    paths of one, `seconds` says where the time went. Travels from rank 0 to all others.
+    """A plan and what is known of it. `before` is the order of arrival, `start` names the best start of a
+    search, `paths` counts the scoring paths of one, `seconds` says where the time went. `origin`: planned;
+    resumed from a checkpoint; replanned, where a checkpoint held a plan of another topology or of other
+    settings. Travels from rank 0 to all others.
     """
 
     plan: PackPlan
@@ -38,6 +67,7 @@ class Schedule:
     start: str
     paths: dict[str, int]
     seconds: dict[str, float] = field(default_factory=dict)
+    origin: str = "planned"
 
     @property
     def gaps(self) -> tuple[float, float]:
@@ -57,6 +87,7 @@ class Schedule:
             "gap_before": before,
             "gap": after,
             "start": self.start,
+            "origin": self.origin,
             "search": None if self.plan.search is None else asdict(self.plan.search),
             "paths": self.paths,
             "digest": schedule_digest(self, ids=ids),
@@ -82,53 +113,59 @@ def step_loads(
     return collection_loads(samples, layout=layout, topology=topology, layer_stride=balance.layer_stride)
 
 
-def schedule_step(
-    lengths: NDArray[np.int64],
-    *,
-    ids: Sequence[str],
-    loads: NDArray[np.int32] | None,
-    budget: int,
-    topology: Topology,
-    balance: BalanceConfig,
-    seconds: float | None = None,
-    source: str | None = None,
-) -> Schedule:
-    """Plan one packed step as `balance` says. `seconds` overrides the deadline of its search."""
-    if balance.kind is BalanceKind.none:
-        began = time.perf_counter()
-        plan = plan_step(lengths, budget=budget, topology=topology, ids=ids, source=source)
-        spent = {"start": time.perf_counter() - began, "search": 0.0, "verify": 0.0}
-        return kept_order(plan, lengths=lengths, loads=loads, topology=topology, budget=budget, seconds=spent)
-    from olmo_rl.planning.search import plan_batch_with_evidence  # brings compiled kernels
+def schedule_step(step: StepInput) -> Schedule:
+    """Plan one packed step as `balance` says."""
+    if step.balance.kind is not BalanceKind.none:
+        from olmo_rl.planning.search import plan_batch  # brings compiled kernels
 
-    found = plan_batch_with_evidence(
-        lengths, ids=ids, loads=loads, budget=budget, topology=topology, balance=balance, seconds=seconds
+        return _with_pads(plan_batch(step), step=step)
+    began = time.perf_counter()
+    plan = plan_step(
+        step.lengths, budget=step.budget, topology=step.topology, ids=step.ids, source=step.source
     )
-    return Schedule(
-        plan=found.plan,
-        before=found.before,
-        after=found.after,
-        bounds=found.bounds,
-        start=found.start,
-        paths=found.paths,
-        seconds=found.seconds,
-    )
+    spent = {"start": time.perf_counter() - began, "search": 0.0, "verify": 0.0}
+    return known_schedule(plan, step=step, arrival=plan, seconds=spent)
 
 
-def kept_order(
+def _with_pads(schedule: Schedule, *, step: StepInput) -> Schedule:
+    """What a search found, with the work of its pads; refused where they go beyond the cap."""
+    if step.pads is None:
+        return schedule
+    arrival = plan_step(step.lengths, budget=step.budget, topology=step.topology)
+    schedule = replace(schedule, before=step.work(arrival), after=step.work(schedule.plan))
+    cap, reached = step.balance.max_destination_load, schedule.after.max_destination_load
+    if cap is not None and reached is not None and reached > cap:
+        raise Refusal(
+            f"balance.max_destination_load={cap}: with pads the plan sends {reached} assignments to one "
+            f"destination in one layer of one column: raise it to {reached}, lower packing.max_tokens, or "
+            "pad less (packing.pad_to_budget, packing.pad_to_multiple_of)"
+        )
+    return schedule
+
+
+def known_schedule(
     plan: PackPlan,
     *,
-    lengths: NDArray[np.int64],
-    loads: NDArray[np.int32] | None,
-    topology: Topology,
-    budget: int,
+    step: StepInput,
+    arrival: PackPlan,
     seconds: dict[str, float],
+    start: str = "arrival",
+    paths: dict[str, int] | None = None,
+    origin: str = "planned",
 ) -> Schedule:
-    """The schedule of a plan that nothing searched."""
-    work = measure(plan, lengths=lengths, loads=loads, topology=topology)
-    bounds = lower_bounds(lengths=lengths, loads=loads, topology=topology, budget=budget)
+    """The schedule of a plan that nobody searches for now; `arrival` keeps the order of arrival."""
+    after = step.work(plan)
     return Schedule(
-        plan=plan, before=work, after=work, bounds=bounds, start="arrival", paths={}, seconds=seconds
+        plan=plan,
+        before=after if plan is arrival else step.work(arrival),
+        after=after,
+        bounds=lower_bounds(
+            lengths=step.lengths, loads=step.loads, topology=step.topology, budget=step.budget
+        ),
+        start=start,
+        paths={} if paths is None else paths,
+        seconds=seconds,
+        origin=origin,
     )
 
 
@@ -156,8 +193,10 @@ class Forecast:
         layout: ExpertLayout,
         topology: Topology,
         layer_stride: int,
+        pads: PadWork | None = None,
     ) -> Forecast:
-        predicted = destination_loads(plan, loads=loads, topology=topology)
+        """`pads`: what the pads of this plan add, where rows are padded."""
+        predicted = destination_loads(plan, loads=loads, topology=topology, pads=pads)
         return cls(loads=predicted, layers=layout.routed_layers[::layer_stride])
 
     def compare(self, observed: NDArray[np.int64]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ Lower counts do not establish faster training: measure before turning it on.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import time
@@ -26,6 +25,7 @@ from olmo_rl.planning.loads import stable_hash
 from olmo_rl.planning.objective import Bounds, Work, lower_bounds, measure
 from olmo_rl.planning.packing import check_lengths, plan_step
 from olmo_rl.planning.reference import Batch, greedy_ranks, search_reference, worse_metric
+from olmo_rl.planning.schedule import Schedule, StepInput
 from olmo_rl.planning.starts import (
     Start,
     arrival_ranks,
@@ -40,30 +40,9 @@ from olmo_rl.planning.weights import Weights, fixed_point
 from olmo_rl.types import PackPlan, Refusal, SearchLog, Topology
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """A plan with its evidence. `before` is the order of arrival, `start` names the best start, `seconds`
-    splits the time into `start`, `search` and `verify`; `paths` counts the scoring paths of a search over
-    orders.
-    """
-
-    plan: PackPlan
-    before: Work
-    after: Work
-    bounds: Bounds
-    start: str
-    seconds: dict[str, float]
-    paths: dict[str, int]
-
-
 def batch_seed(ids: Sequence[str]) -> int:
     """32 bits that depend on the sample ids and their order alone."""
     return stable_hash("".join(f"{len(i)}:{i}" for i in ids)) >> 32
-
-
-def plan_digest(plan: PackPlan) -> str:
-    """What all ranks compare after the plan has been broadcast."""
-    return hashlib.sha256(repr(plan.packs).encode()).hexdigest()
 
 
 def balance_refusals(balance: BalanceConfig) -> list[str]:
@@ -126,11 +105,13 @@ def warm_up(balance: BalanceConfig) -> None:
     """
     if balance.kind is not BalanceKind.anneal:
         return
-    lengths = [5, 4, 3, 2, 5, 4, 3, 1]
+    lengths = np.array([5, 4, 3, 2, 5, 4, 3, 1])
     small = replace(balance, proposals=1, seconds=math.inf, max_destination_load=None)
     loads = np.arange(16, dtype=np.int32).reshape(8, 2, 1)
     ids = [str(i) for i in range(8)]
-    plan_batch(lengths, ids=ids, loads=loads, budget=8, topology=Topology(4, 2), balance=small)
+    plan_batch(
+        StepInput(lengths=lengths, ids=ids, loads=loads, budget=8, topology=Topology(4, 2), balance=small)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,20 +266,18 @@ def _verify(after: Work, *, found: Found, problem: Problem) -> None:
         assert metric is None, f"the reference search made {metric} worse"
 
 
-def plan_batch_with_evidence(
-    lengths: NDArray[np.integer] | Sequence[int],
-    *,
-    ids: Sequence[str],
-    loads: NDArray[np.int32] | None,
-    budget: int,
-    topology: Topology,
-    balance: BalanceConfig,
-    seconds: float | None = None,
-) -> Planned:
-    """`plan_batch` with the work before and after, the bounds and the time split."""
+def plan_batch(step: StepInput) -> Schedule:
+    """The plan of one optimizer batch with the work before and after, the bounds and the time split
+    (`start`, `search`, `verify`).
+
+    The plan is never worse than the best start on expert, token and pair work and pack count, on every metric
+    under `reference`. Raises Refusal for settings, samples or a cap that no plan can satisfy.
+    """
     began = time.perf_counter()
-    n = np.array(check_lengths(lengths, budget=budget, topology=topology, ids=ids), dtype=np.int64)
-    _check(balance, ids=ids, lengths=n, loads=loads, topology=topology)
+    loads, budget, topology, balance = step.loads, step.budget, step.topology, step.balance
+    lengths = check_lengths(step.lengths, budget=budget, topology=topology, ids=step.ids, source=step.source)
+    n = np.array(lengths, dtype=np.int64)
+    _check(balance, ids=step.ids, lengths=n, loads=loads, topology=topology)
     problem = Problem(
         n=n,
         loads=loads,
@@ -306,8 +285,8 @@ def plan_batch_with_evidence(
         topology=topology,
         bounds=lower_bounds(lengths=n, loads=loads, topology=topology, budget=budget),
         balance=balance,
-        seed=batch_seed(ids),
-        seconds=balance.seconds if seconds is None else seconds,
+        seed=batch_seed(step.ids),
+        seconds=balance.seconds if step.seconds is None else step.seconds,
     )
     run = {
         BalanceKind.none: _none,
@@ -325,7 +304,7 @@ def plan_batch_with_evidence(
         "search": searched - found.started,
         "verify": time.perf_counter() - searched,
     }
-    return Planned(
+    return Schedule(
         plan=found.plan,
         before=found.before,
         after=after,
@@ -334,26 +313,3 @@ def plan_batch_with_evidence(
         seconds=spent,
         paths=found.paths,
     )
-
-
-def plan_batch(
-    lengths: NDArray[np.integer] | Sequence[int],
-    *,
-    ids: Sequence[str],
-    loads: NDArray[np.int32] | None,
-    budget: int,
-    topology: Topology,
-    balance: BalanceConfig,
-    seconds: float | None = None,
-) -> PackPlan:
-    """The plan of one optimizer batch.
-
-    `lengths` [N] tokens in order of arrival, N a multiple of the world size; `ids` seed the search; `loads`
-    int32 [N, E, L] from `loads.collection_loads`, or None to plan by length alone; `seconds` overrides
-    `balance.seconds`. The plan is never worse than the best start on expert, token and pair work and pack
-    count, on every metric under `reference`. Raises Refusal for settings, samples or a cap that no plan can
-    satisfy.
-    """
-    return plan_batch_with_evidence(
-        lengths, ids=ids, loads=loads, budget=budget, topology=topology, balance=balance, seconds=seconds
-    ).plan

@@ -3,8 +3,8 @@
 Owns full and sliding-window attention over a packed row. Boundaries come from `PackContext.boundaries` and
 nowhere else; positions (they restart per document) only turn the rotary embedding.
 
-Refused (`Refusal`): a backend that is unknown or has no implementation here, and more than one document in a
-row under a backend that does not honour documents.
+Refused (`Refusal`): a backend that is unknown or does not take the device, dtype or head width of what it is
+given, and more than one document in a row under a backend that does not honour documents.
 
 Shapes: T tokens of a pack, H query heads, G key/value heads (H is a multiple of G), d head dimension, E model
 width, B sequences of a decode batch, M the longest sequence of a decode state.
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from olmo_rl.backends import ATTENTION_BACKENDS
-from olmo_rl.config import ModelConfig
+from olmo_rl.config import ModelConfig, QkNorm
 from olmo_rl.data.packs import PackContext
+from olmo_rl.policy import kernels
+from olmo_rl.policy.compiling import region
 from olmo_rl.types import Refusal
 
 Kernel = Callable[[Tensor, Tensor, Tensor, PackContext, int | None], Tensor]
@@ -36,17 +38,22 @@ def document_attention(
     `window`: tokens that a token sees, itself included; None = its whole past.
     """
     row = ATTENTION_BACKENDS.get(backend)
-    kernel = _KERNELS.get(backend)
-    if row is None or kernel is None:
-        why = "is unknown" if row is None else "has no kernel in this version"
-        raise Refusal(f"policy.attention={backend} {why}: choose one of {', '.join(sorted(_KERNELS))}")
+    if row is None:
+        raise Refusal(f"policy.attention={backend} is unknown: choose one of {', '.join(sorted(_KERNELS))}")
+    device, dtype = q.device.type, str(q.dtype).removeprefix("torch.")
+    if not row.takes(device=device, dtype=dtype, head_dim=q.shape[-1], sliding=window is not None):
+        raise Refusal(
+            f"policy.attention={backend} does not take heads of {q.shape[-1]} channels in {dtype} "
+            f"on {device}: set policy.attention=reference, or change trainer.accelerator, policy.dtype, "
+            "model.head_dim"
+        )
     documents = len(context.boundaries) - 1
     if documents > 1 and not row.documents:
         raise Refusal(
             f"policy.attention={backend} does not honour document boundaries and this row holds {documents} "
             "documents: set packing.kind=none (packing=none) or policy.attention=reference"
         )
-    return kernel(q, k, v, context, window)
+    return _KERNELS[backend](q, k, v, context, window)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -75,7 +82,16 @@ def _whole_row(q: Tensor, k: Tensor, v: Tensor, context: PackContext, window: in
     return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), window).transpose(0, 1)
 
 
-_KERNELS: Mapping[str, Kernel] = MappingProxyType({"reference": _by_document, "torch": _whole_row})
+_KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        "reference": _by_document,
+        "torch": _whole_row,
+        "varlen": kernels.varlen_attention,
+        "flash_2": kernels.flash_2,
+        "flash_3": kernels.flash_3,
+        "flash_4": kernels.flash_4,
+    }
+)
 
 
 def rotate(x: Tensor, *, positions: Tensor, theta: float) -> Tensor:
@@ -91,8 +107,16 @@ def rotate(x: Tensor, *, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
+def _qk_norm(config: ModelConfig, *, heads: int) -> nn.RMSNorm | None:
+    """The norm of queries or keys: of one head's channels, of all `heads` at once, or none."""
+    if config.qk_norm is QkNorm.none:
+        return None
+    width = config.head_dim * (1 if config.qk_norm is QkNorm.head else heads)
+    return nn.RMSNorm(width, eps=config.norm_eps)
+
+
 class DocumentAttention(nn.Module):
-    """The layer: projections without bias, optional RMSNorm of every query and key head, rotary embedding
+    """The layer: projections without bias, optional RMSNorm of queries and keys, rotary embedding
     (`rope_theta` None = none), grouped key/value heads.
     """
 
@@ -104,14 +128,15 @@ class DocumentAttention(nn.Module):
         self.wk = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = _qk_norm(config, heads=self.heads)
+        self.k_norm = _qk_norm(config, heads=self.kv_heads)
+        self.by_head = config.qk_norm is QkNorm.head
 
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
         """[T, E] -> [T, E]; documents as `context.boundaries` says."""
         q, k, v = self._project(x_TE, context.positions)
         out = document_attention(q, k=k, v=v, context=context, backend=self.backend, window=self.window)
-        return self.wo(out.flatten(-2))
+        return self._output(out)
 
     def init_state(
         self, batch: int, *, length: int, device: torch.device, dtype: torch.dtype
@@ -134,12 +159,21 @@ class DocumentAttention(nn.Module):
         out = scaled_dot_product_attention(rows, state["keys"][:, :, past], state["values"][:, :, past])
         return self.wo(out.flatten(1))
 
+    @region()
+    def _output(self, out: Tensor) -> Tensor:
+        """[T, H, d] -> [T, E]."""
+        return self.wo(out.flatten(-2))
+
+    @region()
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[..., E] -> q [..., H, d], k and v [..., G, d]."""
-        q = self.wq(x).unflatten(-1, (self.heads, self.head_dim))
-        k = self.wk(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.wv(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.q_norm is not None and self.k_norm is not None and not self.by_head:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.unflatten(-1, (self.heads, self.head_dim))
+        k = k.unflatten(-1, (self.kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None and self.by_head:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
             q = rotate(q, positions=positions, theta=self.rope_theta)

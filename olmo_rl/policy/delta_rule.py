@@ -81,7 +81,8 @@ def chunk_table(boundaries: Sequence[int], *, device: torch.device) -> ChunkTabl
     first = np.concatenate([[0], np.cumsum(counts)[:-1]])  # first table row of step c
     offset = np.arange(boundaries[-1]) - np.repeat(starts, lengths)
     slots = (first[offset // CHUNK] + np.repeat(rank, lengths)) * CHUNK + offset % CHUNK
-    return ChunkTable(slots=torch.from_numpy(slots).to(device), counts=tuple(counts.tolist()))
+    rows = torch.from_numpy(slots).to(device, non_blocking=True)
+    return ChunkTable(slots=rows, counts=tuple(counts.tolist()))
 
 
 def _to_chunks(x: Tensor, table: ChunkTable) -> Tensor:

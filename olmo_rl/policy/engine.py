@@ -115,6 +115,16 @@ class LocalEngine:
                     module.to(torch.float32)
         self._parameters = dict(self._model.named_parameters())
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self._config.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a prompt and its response may have together."""
+        return self._config.max_seq_len
+
     @torch.no_grad()
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take over full weights by name. Everything is checked before the first copy: a refused publish

@@ -7,12 +7,14 @@ activation recomputation sees the same object as the first forward.
 Shapes: T tokens of a pack, D model width, V vocabulary, R rows that need logits, L routed layers, B sequences
 that are decoded together, K experts per token.
 
-Refused: replay whose routes do not name exactly this model's routed layers.
+Refused: replay whose routes do not name exactly this model's routed layers; a model whose forward takes no
+context.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from typing import Any, NamedTuple, cast
 
@@ -20,31 +22,42 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from olmo_rl.config import LayerType, ModelConfig, Recompute
+from olmo_rl.config import BlockNorms, LayerType, ModelConfig, Recompute
 from olmo_rl.data.packs import PackContext, RouteMode
 from olmo_rl.policy.attention import DocumentAttention
+from olmo_rl.policy.compiling import region
 from olmo_rl.policy.kda import KimiDeltaAttention
-from olmo_rl.policy.moe import MixtureOfExperts, SwiGLU, recomputed
+from olmo_rl.policy.logprobs import Head, LogprobRequest, Logprobs
+from olmo_rl.policy.moe import MixtureOfExperts, RouterStatistics, SwiGLU, recomputed
 from olmo_rl.types import Refusal
 
 
 class DecoderOutput(NamedTuple):
-    """`logits` [R, V]; `router_balance` and `router_z` [L]: `moe.RouterLosses` of every routed layer."""
+    """`router`: what router losses are made of, L layers in front, None for a dense model. Either `logits`
+    [R, V], or, where log-probs were asked for, `logprobs` and `entropies` [R] and no logits.
+    """
 
-    logits: Tensor
-    router_balance: Tensor
-    router_z: Tensor
+    logits: Tensor | None
+    router: RouterStatistics | None
+    logprobs: Tensor | None = None
+    entropies: Tensor | None = None
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: mixer, then dense or routed feed-forward."""
+    """Residual block: mixer, then dense or routed feed-forward, each with an RMSNorm before it, after it or
+    both.
+    """
 
-    def __init__(self, config: ModelConfig, *, layer: int, attention: str) -> None:
+    def __init__(self, config: ModelConfig, *, layer: int, attention: str, linear: str) -> None:
         super().__init__()
         self.moe_enabled = layer in config.routed_layers
-        self.mixer_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mixer = build_mixer(config, layer=layer, attention=attention)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        before = config.block_norms is not BlockNorms.after
+        after = config.block_norms is not BlockNorms.before
+        self.mixer_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if before else None
+        self.mixer = build_mixer(config, layer=layer, attention=attention, linear=linear)
+        self.mixer_out_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if after else None
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if before else None
+        self.ffn_out_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if after else None
         if self.moe_enabled:
             self.moe = MixtureOfExperts(config, layer=layer)
         else:
@@ -52,8 +65,8 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, context: PackContext, *, recompute: Recompute = Recompute.none
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`x` [T, D] -> output [T, D], balance penalty and z sum (zeros for a dense block).
+    ) -> tuple[Tensor, RouterStatistics | None]:
+        """`x` [T, D] -> output [T, D], and the router's statistics of a routed block.
 
         Recomputed in the backward: under `full` the whole block; under `selective` the feed-forward without
         norm and router, where the widest activations are, keeping what all-to-all delivered.
@@ -66,30 +79,45 @@ class Block(nn.Module):
 
     def step(self, x: Tensor, *, position: int, state: Any) -> tuple[Tensor, Tensor | None]:
         """Decoding: `x` [B, D] -> output [B, D] and int64 ids [B, K] of a routed block. Updates `state`."""
-        x = x + self.mixer.step(self.mixer_norm(x), position=position, state=state)
+        x, h = self._join(x, self.mixer.step(self._enter(x), position=position, state=state))
         if not self.moe_enabled:
-            return x + self.feed_forward(self.ffn_norm(x)), None
-        y, ids = self.moe.step(self.ffn_norm(x))
-        return x + y, ids
+            return self._leave(x, self.feed_forward(h)), None
+        y, ids = self.moe.step(h)
+        return self._leave(x, y), ids
 
     def _block(
         self, x: Tensor, context: PackContext, recompute: Recompute = Recompute.none
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x = x + self.mixer(self.mixer_norm(x), context)
-        h = self.ffn_norm(x)
+    ) -> tuple[Tensor, RouterStatistics | None]:
+        x, h = self._join(x, self.mixer(self._enter(x), context))
         again = recompute is Recompute.selective
         if self.moe_enabled:
-            y, losses = self.moe(h, context, recompute=again)
-            return x + y, losses.balance, losses.z
-        zero = x.new_zeros(())
-        return x + (recomputed(self.feed_forward, h) if again else self.feed_forward(h)), zero, zero
+            y, statistics = self.moe(h, context, recompute=again)
+            return self._leave(x, y), statistics
+        return self._leave(x, recomputed(self.feed_forward, h) if again else self.feed_forward(h)), None
+
+    @region()
+    def _enter(self, x: Tensor) -> Tensor:
+        """What the mixer reads."""
+        return x if self.mixer_norm is None else self.mixer_norm(x)
+
+    def _leave(self, x: Tensor, y: Tensor) -> Tensor:
+        """The residual stream after the block."""
+        return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
+
+    @region()
+    def _join(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream after the mixer, and what the feed-forward reads."""
+        x = x + (y if self.mixer_out_norm is None else self.mixer_out_norm(y))
+        return x, x if self.ffn_norm is None else self.ffn_norm(x)
 
 
-def build_mixer(config: ModelConfig, *, layer: int, attention: str) -> DocumentAttention | KimiDeltaAttention:
+def build_mixer(
+    config: ModelConfig, *, layer: int, attention: str, linear: str
+) -> DocumentAttention | KimiDeltaAttention:
     """The token mixer of one layer."""
     match config.layer_types[layer]:
         case LayerType.linear_attention:
-            return KimiDeltaAttention(config)
+            return KimiDeltaAttention(config, backend=linear)
         case LayerType.sliding_attention:
             return DocumentAttention(config, window=config.sliding_window, backend=attention)
         case LayerType.full_attention:
@@ -114,22 +142,38 @@ def _fill(parameter: Tensor, *, module: nn.Module, std: float, generator: torch.
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
+def require_context(model: nn.Module) -> None:
+    """Refuse a model that could not see document boundaries: its forward, and that of every mixer in it, must
+    name the argument `context`. One that swallows unknown arguments would train on leaks, silently.
+    """
+    mixers = [(name, module) for name, module in model.named_modules() if name.endswith(".mixer")]
+    for name, module in [("the model", model), *mixers]:
+        if "context" not in inspect.signature(module.forward).parameters:
+            raise Refusal(
+                f"packing: {name} ({type(module).__name__}) takes no argument `context`: document boundaries "
+                "would be dropped: give its forward that argument and honour it, or set packing=none"
+            )
+
+
 class HybridDecoder(nn.Module):
-    """Embedding, blocks, norm, head. `attention` names a backend of `olmo_rl.backends`. Attribute names are
-    the ones torchtitan's FSDP helper expects of a decoder.
+    """Embedding, blocks, norm, head. `attention` and `linear` name backends of `olmo_rl.backends`. Attribute
+    names are the ones torchtitan's FSDP helper expects of a decoder.
     """
 
-    def __init__(self, config: ModelConfig, *, attention: str) -> None:
+    def __init__(self, config: ModelConfig, *, attention: str, linear: str = "reference") -> None:
         super().__init__()
         self.config = config
         self.recompute = Recompute.none
         self.enable_weight_tying = config.tie_embeddings
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, layer=i, attention=attention) for i in range(len(config.layer_types))}
+            {
+                str(i): Block(config, layer=i, attention=attention, linear=linear)
+                for i in range(len(config.layer_types))
+            }
         )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lm_head = Head(config.dim, vocab_size=config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
 
@@ -138,29 +182,40 @@ class HybridDecoder(nn.Module):
         """The blocks in order."""
         return [cast(Block, block) for block in self.layers.values()]
 
-    def forward(self, tokens: Tensor, context: PackContext, rows: Tensor | None = None) -> DecoderOutput:
-        """`tokens` int64 [T] -> logits of `rows` (int64 [R], None = all T) and router losses.
+    def forward(
+        self,
+        tokens: Tensor,
+        context: PackContext,
+        rows: Tensor | None = None,
+        request: LogprobRequest | None = None,
+    ) -> DecoderOutput:
+        """`tokens` int64 [T] -> logits of `rows` (int64 [R], None = all T), or log-probs of the targets in
+        `request`, and router statistics.
 
         The head runs only for `rows`; it runs for zero rows too, so that every rank enters the same
         collectives.
         """
         self._check_routes(context)
         x = self.tok_embeddings(tokens)
-        balance, z = [], []
+        layers: list[RouterStatistics] = []
         for block in self.blocks:
-            x, block_balance, block_z = block(x, context, recompute=self.recompute)
-            if block.moe_enabled:
-                balance.append(block_balance)
-                z.append(block_z)
+            x, statistics = block(x, context, recompute=self.recompute)
+            if statistics is not None:
+                layers.append(statistics)
         if rows is not None:
             x = x.index_select(0, rows)
-        logits = self.lm_head(self.norm(x))
-        none = logits.new_zeros((0,))
-        return DecoderOutput(
-            logits=logits,
-            router_balance=torch.stack(balance) if balance else none,
-            router_z=torch.stack(z) if z else none,
-        )
+        scored = self.lm_head(self.norm(x), request)
+        stacked = [torch.stack(parts) for parts in zip(*layers, strict=True)]
+        router = RouterStatistics(*stacked) if stacked else None
+        if isinstance(scored, Logprobs):
+            return DecoderOutput(None, router, logprobs=scored.logprobs, entropies=scored.entropies)
+        return DecoderOutput(scored, router)
+
+    def set_expert_dtype(self, dtype: torch.dtype | None) -> None:
+        """What routed experts compute in; None = the dtype of the rows that reach them."""
+        for block in self.blocks:
+            if block.moe_enabled:
+                block.moe.routed_experts.inner_experts.compute_dtype = dtype
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

@@ -1,7 +1,8 @@
 """Kimi Delta Attention: the short convolution, the decay gate and the layer around the delta rule.
 
 Owns the linear-attention mixer. State and convolution start afresh at every boundary of
-`PackContext.boundaries`. It refuses nothing: configurations are judged in `refusals`.
+`PackContext.boundaries`. Refused (`Refusal`): a backend that is unknown or does not take the device, dtype or
+head width of what it is given.
 
 Shapes: T tokens of a pack, E channels (model width in the layer), W taps of the convolution, H heads, K
 channels of a head, B sequences of a decode batch.
@@ -19,9 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from olmo_rl.backends import LINEAR_BACKENDS
 from olmo_rl.config import ModelConfig
 from olmo_rl.data.packs import PackContext
+from olmo_rl.policy.compiling import region
 from olmo_rl.policy.delta_rule import kda_chunked, kda_step
+from olmo_rl.policy.kernels import fla_convolution, fla_delta_rule
+from olmo_rl.types import Refusal
 
 
 class _PaddedConvolution(torch.autograd.Function):
@@ -66,8 +71,19 @@ def short_convolution(x_TE: Tensor, *, weight: Tensor, boundaries: Sequence[int]
     edges = np.asarray(boundaries, dtype=np.int64)
     lengths = edges[1:] - edges[:-1]
     shift = np.repeat(np.arange(1, len(lengths) + 1) * reach, lengths)
-    slots = torch.from_numpy(np.arange(boundaries[-1]) + shift).to(x_TE.device)
+    slots = torch.from_numpy(np.arange(boundaries[-1]) + shift).to(x_TE.device, non_blocking=True)
     return _PaddedConvolution.apply(x_TE, weight, slots, len(x_TE) + len(lengths) * reach)
+
+
+def gated_delta_rule(
+    q: Tensor, *, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, context: PackContext, backend: str
+) -> Tensor:
+    """The delta rule in every document by the named backend: q, k, g [T, H, K], v [T, H, V], beta [T, H] ->
+    [T, H, V] in v's dtype.
+    """
+    if backend == "fla":
+        return fla_delta_rule(q, k=k, v=v, g=g, beta=beta, context=context)
+    return kda_chunked(q, k=k, v=v, g=g, beta=beta, boundaries=context.boundaries)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -81,8 +97,9 @@ class ShortConvolution(nn.Module):
     token.
     """
 
-    def __init__(self, width: int, *, taps: int) -> None:
+    def __init__(self, width: int, *, taps: int, backend: str = "reference") -> None:
         super().__init__()
+        self.backend = backend
         self.weight = nn.Parameter(torch.empty(width, taps))
         self.init_weights()
 
@@ -93,6 +110,8 @@ class ShortConvolution(nn.Module):
         self.weight.uniform_(-bound, bound, generator=generator)
 
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
+        if self.backend == "fla":
+            return fla_convolution(x_TE, weight=self.weight, context=context)
         return short_convolution(x_TE, weight=self.weight, boundaries=context.boundaries)
 
     def step(self, x_BE: Tensor, *, position: int, window: Tensor) -> Tensor:
@@ -133,6 +152,7 @@ class DecayGate(nn.Module):
         rate = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
         rate.add_(torch.log(-torch.expm1(-rate)))
 
+    @region()
     def forward(self, f: Tensor) -> Tensor:
         dtype = torch.promote_types(f.dtype, self.A_log.dtype)
         rate = F.softplus(f.to(dtype) + self.dt_bias).unflatten(-1, (self.heads, -1))
@@ -145,15 +165,20 @@ class KimiDeltaAttention(nn.Module):
     Linear release, except that the three convolutions are one weight [3 H K, W].
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, backend: str = "reference") -> None:
         super().__init__()
+        if backend not in LINEAR_BACKENDS:
+            raise Refusal(
+                f"policy.linear_attention={backend} is unknown: choose one of {', '.join(LINEAR_BACKENDS)}"
+            )
+        self.backend = backend
         self.heads, self.head_dim = config.kda_heads, config.kda_head_dim
         self.beta_scale = 2.0 if config.kda_negative_eigenvalues else 1.0
         width = self.heads * self.head_dim
         self.wq = nn.Linear(config.dim, width, bias=False)
         self.wk = nn.Linear(config.dim, width, bias=False)
         self.wv = nn.Linear(config.dim, width, bias=False)
-        self.conv = ShortConvolution(3 * width, taps=config.conv_size)
+        self.conv = ShortConvolution(3 * width, taps=config.conv_size, backend=backend)
         self.f_proj_1 = nn.Linear(config.dim, self.head_dim, bias=False)
         self.f_proj_2 = nn.Linear(self.head_dim, width, bias=False)
         self.b_proj = nn.Linear(config.dim, self.heads, bias=False)
@@ -165,10 +190,20 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
         """[T, E] -> [T, E]; documents as `context.boundaries` says."""
-        q, k, v = self._heads(self.conv(self._project(x_TE), context))
-        g, beta = self._gates(x_TE)
-        o = kda_chunked(q, k=k, v=v, g=g, beta=beta, boundaries=context.boundaries)
+        self._check(x_TE)
+        mixed, f, beta = self._inputs(x_TE)
+        q, k, v = self._heads(self.conv(mixed, context))
+        o = gated_delta_rule(q, k=k, v=v, g=self.decay(f), beta=beta, context=context, backend=self.backend)
         return self._output(o, x_TE)
+
+    def _check(self, x: Tensor) -> None:
+        device, dtype = x.device.type, str(x.dtype).removeprefix("torch.")
+        if not LINEAR_BACKENDS[self.backend].takes(device=device, dtype=dtype, head_dim=self.head_dim):
+            raise Refusal(
+                f"policy.linear_attention={self.backend} does not take heads of {self.head_dim} channels in "
+                f"{dtype} on {device}: set policy.linear_attention=reference, or change trainer.accelerator, "
+                "policy.dtype or model.kda_head_dim"
+            )
 
     def init_state(
         self, batch: int, *, length: int, device: torch.device, dtype: torch.dtype
@@ -187,24 +222,28 @@ class KimiDeltaAttention(nn.Module):
     @torch.no_grad()
     def step(self, x_BE: Tensor, *, position: int, state: dict[str, Tensor]) -> Tensor:
         """The next token of every sequence, [B, E] -> [B, E]; `state` moves on by one token."""
-        q, k, v = self._heads(self.conv.step(self._project(x_BE), position=position, window=state["conv"]))
-        g, beta = self._gates(x_BE)
+        mixed, f, beta = self._inputs(x_BE)
+        q, k, v = self._heads(self.conv.step(mixed, position=position, window=state["conv"]))
         core = state["recurrent"].dtype
-        o = kda_step(q, k=k, v=v.to(core), g=g, beta=beta, state=state["recurrent"])
+        o = kda_step(q, k=k, v=v.to(core), g=self.decay(f), beta=beta, state=state["recurrent"])
         return self._output(o.to(x_BE.dtype), x_BE)
 
-    def _project(self, x: Tensor) -> Tensor:
-        return torch.cat([self.wq(x), self.wk(x), self.wv(x)], dim=-1)
+    @region()
+    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., E] -> q, k, v before the convolution [..., 3 H K], the decay's input [..., H K] and beta
+        [..., H].
+        """
+        beta = self.b_proj(x)
+        beta = beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid() * self.beta_scale
+        mixed = torch.cat([self.wq(x), self.wk(x), self.wv(x)], dim=-1)
+        return mixed, self.f_proj_2(self.f_proj_1(x)), beta
 
+    @region()
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = F.silu(mixed).unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)
         return _unit(q), _unit(k), v
 
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        beta = self.b_proj(x)
-        beta = beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid() * self.beta_scale
-        return self.decay(self.f_proj_2(self.f_proj_1(x))), beta
-
+    @region()
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         gate = self.g_proj_2(self.g_proj_1(x)).sigmoid().unflatten(-1, (self.heads, self.head_dim))
         return self.wo((self.o_norm(o) * gate).flatten(-2))

@@ -1,4 +1,4 @@
-"""Log-probs of scored tokens and the GRPO family of objectives, all by document.
+"""Which tokens are scored, and the GRPO family of objectives over their log-probs, all by document.
 
 Owns which rows score which tokens, per-slot weights under global normalisers, surrogates, importance weights,
 KL and entropy terms. Reads no files, talks to no other rank. Refuses nothing: values that are not finite are
@@ -8,7 +8,7 @@ Contract: a step's loss is the sum over ALL scored slots (all packs, all ranks) 
 weights carry the one division by a global count, so packs, ranks and the order of samples only change the
 order of a sum. Masked tokens are never gathered: no value of theirs, finite or not, reaches loss or gradient.
 
-Shapes: T tokens of a pack, S scored slots, D documents, V vocabulary. A response is one document's slots.
+Shapes: T tokens of a pack, S scored slots, D documents. A response is one document's slots.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ class LossOutput:
 
     `terms`: detached scalars that add up: summed over the packs and ranks of a step they are global means,
     with no further division; their names depend on the configuration alone. `max_log_ratio`: largest
-    |policy - anchor| before any clipping, 0 without slots; combined by maximum. `broken` bool [D]: documents
-    with a value that is not finite in a scored slot, whether or not a clip hides it from the loss.
+    |policy - anchor| and `max_ratio`: largest ratio, both before any clipping, 0 without slots; combined by
+    maximum. `broken` bool [D]: documents with a value that is not finite in a scored slot, whether or not a
+    clip hides it from the loss.
     """
 
     loss: Tensor
     terms: dict[str, Tensor]
     max_log_ratio: Tensor
+    max_ratio: Tensor
     broken: Tensor
     ids: tuple[str, ...]
 
@@ -60,9 +62,7 @@ class LossOutput:
 
 def scored_slots(pack: Pack) -> ScoredSlots:
     """Slots with a true loss mask. A document's first token has no row of its own document: never scored."""
-    mask = pack["loss_mask"].clone()
-    mask[pack.cu_seqlens[:-1].long()] = False
-    slots = mask.nonzero().flatten()
+    slots = pack.scored_rows()
     return ScoredSlots(
         slots=slots,
         rows=slots - 1,
@@ -70,27 +70,6 @@ def scored_slots(pack: Pack) -> ScoredSlots:
         num_documents=len(pack.boundaries) - 1,
         ids=pack.ids,
     )
-
-
-def token_logprobs(logits: Tensor, *, targets: Tensor, temperature: float = 1.0) -> Tensor:
-    """[S, V] logits, [S] token ids -> [S] log-probs, in float32 (float64 stays)."""
-    logits = _at_temperature(logits, temperature)
-    return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
-
-
-def token_entropies(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """[S, V] logits -> [S] entropies of the next-token distribution in nats, in float32 (float64 stays)."""
-    logits = _at_temperature(logits, temperature)
-    probabilities = logits.softmax(-1)
-    # A token of probability 0 contributes 0 even where its logit is -inf.
-    expected = torch.where(probabilities > 0, probabilities * logits, torch.zeros_like(logits)).sum(-1)
-    return logits.logsumexp(-1) - expected
-
-
-def _at_temperature(logits: Tensor, temperature: float) -> Tensor:
-    if logits.dtype is not torch.float64:
-        logits = logits.float()
-    return logits if temperature == 1.0 else logits / temperature
 
 
 def slot_weights(
@@ -135,6 +114,7 @@ def sft_loss(
         loss=loss,
         terms={"cross_entropy": loss.detach()},
         max_log_ratio=logprobs.new_zeros(()),
+        max_ratio=logprobs.new_zeros(()),
         broken=_broken_documents(logprobs, slots=slots),
         ids=slots.ids,
     )
@@ -208,6 +188,7 @@ def policy_loss(
         loss=(weights * objective).sum(),
         terms=sums,
         max_log_ratio=torch.cat([log_ratio.detach().abs(), log_ratio.new_zeros(1)]).max(),
+        max_ratio=torch.cat([ratio.detach(), ratio.new_zeros(1)]).max(),
         broken=_broken_documents(everything, slots=slots),
         ids=slots.ids,
     )

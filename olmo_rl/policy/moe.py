@@ -1,12 +1,18 @@
 """Mixture of experts as this project uses it: where expert ids come from, what routers report, the latent
 layer.
 
-Owns the rules of replay. Under `RouteMode.replay` ids come from `context.routes[layer]` and gate weights from
-the CURRENT scores at those ids, so gradients reach the gate; selection-only terms play no part. Routing is
-never live where replay was asked for: a missing layer or a row count that does not fit is refused. Ids
-themselves (range, duplicates) are validated where samples are read.
+Owns router losses and the rules of replay. Under `RouteMode.replay` ids come from `context.routes[layer]` and
+gate weights from the CURRENT scores at those ids, so gradients reach the gate; selection-only terms play no
+part. Routing is never live where replay was asked for: a missing layer or a row count that does not fit is
+refused. Ids themselves (range, duplicates) are validated where samples are read.
 
-Shapes: T tokens of a pack (pads included), D model width, L latent width, E experts, K experts per token.
+Router losses look at the rows that take part: real tokens, and under replay only those whose experts an
+engine chose. A document's last row is synthetic there, its ids depend on the expert-parallel degree, and so
+does everything that later routers see in it: with it, the same samples would give another loss on another
+topology. Pads take no part.
+
+Shapes: T tokens of a pack (pads included), C width of the model, E experts, K experts per token, D documents
+of a pack, L routed layers.
 """
 
 from __future__ import annotations
@@ -20,19 +26,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from olmo_rl.config import ModelConfig
+from olmo_rl.config import AuxGrouping, CountSource, LossConfig, ModelConfig, Reduction
 from olmo_rl.data.packs import PackContext, RouteMode
 from olmo_rl.policy import titan
+from olmo_rl.policy.compiling import region
 from olmo_rl.types import Refusal
 
 
-class RouterLosses(NamedTuple):
-    """Unweighted router losses of one layer and pack, scalars. `balance`: the penalty of `balance_penalty`, a
-    mean over the pack's real tokens; `z`: SUM over real tokens. The loss weights and normalises both.
+class RouterStatistics(NamedTuple):
+    """What router losses are made of, by document and over the rows that take part, so that every form of
+    them is arithmetic after the forward. One layer: `rows` int64 [D], how many; `dispatched` and `current`
+    int64 [D, E], assignments of the ids that were used and of live top-k; `scores` [D, E], sums of scores
+    normalised by token, and `z` [D], sums of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5, before its
+    mean), both with gradient. Of a decoder: the same with L layers in front.
     """
 
-    balance: Tensor
+    rows: Tensor
+    dispatched: Tensor
+    current: Tensor
+    scores: Tensor
     z: Tensor
+
+
+class RouterTotals(NamedTuple):
+    """Global denominators of router losses over all packs of all ranks: rows that take part, and documents
+    that have any.
+    """
+
+    rows: int
+    documents: int
 
 
 _COMMUNICATION = (
@@ -68,6 +90,7 @@ class SwiGLU(nn.Module):
         self.w2 = nn.Linear(hidden, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden, bias=False)
 
+    @region()
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
@@ -102,25 +125,24 @@ class MixtureOfExperts(nn.Module):
 
     def forward(
         self, x: Tensor, context: PackContext, *, recompute: bool = False
-    ) -> tuple[Tensor, RouterLosses]:
-        """`x` [T, D] -> output [T, D] and this layer's router losses. Writes `context.trace` where there is
-        one.
+    ) -> tuple[Tensor, RouterStatistics]:
+        """`x` [T, C] -> output [T, C] and what router losses are made of. Writes `context.trace` where there
+        is one.
 
         `recompute`: the experts run again in the backward instead of keeping their activations.
         """
         replayed = replayed_ids(context, layer=self.layer, top_k=self.router.top_k)
-        routed = self.router(x, replayed)
+        pads = None if context.pad_routes is None else context.pad_routes[self.layer]
+        routed = self.router(x, replayed, pads)
         counts = count_assignments(routed.ids, num_experts=self.router.num_experts)
-        self._report(routed, counts, context)
-        real = slice(0, context.real_tokens)
-        losses = RouterLosses(
-            balance=balance_penalty(routed.scores[real], ids=routed.ids[real]), z=z_sum(routed.logits[real])
-        )
+        live = routed.ids if replayed is None else self.router.choose(routed.scores)
+        self._report(routed, counts, live=live, context=context)
+        statistics = router_statistics(routed, live=live, context=context)
         experts = partial(recomputed, self._experts) if recompute else self._experts
-        return experts(x, routed, counts), losses
+        return experts(x, routed, counts), statistics
 
     def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Decoding: `x` [B, D] -> output [B, D] and the live ids int64 [B, K]."""
+        """Decoding: `x` [B, C] -> output [B, C] and the live ids int64 [B, K]."""
         routed = self.router(x)
         counts = count_assignments(routed.ids, num_experts=self.router.num_experts)
         return self._experts(x, routed, counts), routed.ids
@@ -128,14 +150,18 @@ class MixtureOfExperts(nn.Module):
     def _experts(self, x: Tensor, routed: titan.Routed, counts: Tensor) -> Tensor:
         y = x if self.latent_down is None else self.latent_down(x)
         y = self.routed_experts(y, routed.gates, routed.ids, counts)
-        if self.latent_norm is not None:
-            y = self.latent_norm(y)
-        if self.latent_up is not None:
-            y = self.latent_up(y)
+        y = self._up(y)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
+    @region()
+    def _up(self, y: Tensor) -> Tensor:
+        """What the experts gave, [T, width] -> [T, C]."""
+        if self.latent_norm is not None:
+            y = self.latent_norm(y)
+        return y if self.latent_up is None else self.latent_up(y)
+
     @torch.no_grad()
-    def _report(self, routed: titan.Routed, counts: Tensor, context: PackContext) -> None:
+    def _report(self, routed: titan.Routed, counts: Tensor, *, live: Tensor, context: PackContext) -> None:
         trace = context.trace
         if trace is None:
             return
@@ -143,12 +169,26 @@ class MixtureOfExperts(nn.Module):
         if context.mode is RouteMode.record:
             trace.ids[self.layer] = routed.ids
         if context.mode is RouteMode.replay:
-            recorded = torch.ones(context.real_tokens, dtype=torch.bool, device=routed.ids.device)
-            tails = context.cu_seqlens[1:].long() - 1
-            recorded[tails[tails < context.real_tokens]] = False  # a tail was never chosen by anybody
-            rows = recorded.nonzero().flatten()
-            live = self.router.choose(routed.scores[rows])
-            trace.overlap[self.layer] = route_overlap(routed.ids[rows], live=live).sum()
+            _, taking_part = routed_rows(context)
+            trace.overlap[self.layer] = (route_overlap(routed.ids, live=live) * taking_part).sum()
+
+
+def routed_rows(context: PackContext) -> tuple[Tensor, Tensor]:
+    """int64 [T], the document of every row, and bool [T], whether it takes part in router losses: not a pad,
+    and under replay not the last row of its document, which no engine chose.
+    """
+    ends = context.cu_seqlens[1:].long()
+    rows = torch.arange(context.positions.shape[0], device=ends.device)
+    documents = torch.bucketize(rows, ends, right=True)
+    taking_part = rows < context.real_tokens
+    if context.mode is RouteMode.replay:
+        taking_part = taking_part & (rows + 1 != ends[documents])
+    return documents, taking_part
+
+
+def routed_length(length: int, *, mode: RouteMode) -> int:
+    """Rows of a document of `length` tokens that take part in router losses."""
+    return length - 1 if mode is RouteMode.replay else length
 
 
 def replayed_ids(context: PackContext, *, layer: int, top_k: int) -> Tensor | None:
@@ -179,20 +219,76 @@ def count_assignments(ids: Tensor, *, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, ids.reshape(-1), torch.ones_like(ids).reshape(-1))
 
 
-def balance_penalty(scores: Tensor, *, ids: Tensor) -> Tensor:
-    """E * sum_e f_e P_e over the tokens given: f_e the share of assignments that expert e received (`ids` [T,
-    K], no gradient), P_e the mean of its normalised score (`scores` [T, E]). 1 at perfect balance. Switch
-    Transformer, eq. 4.
+def router_statistics(routed: titan.Routed, *, live: Tensor, context: PackContext) -> RouterStatistics:
+    """One layer's statistics from its router call; `live` int64 [T, K]: what top-k chooses now."""
+    documents, taking_part = routed_rows(context)
+    shape = (context.cu_seqlens.shape[0] - 1, routed.scores.shape[-1])
+
+    counted = taking_part.long()
+
+    def count(ids: Tensor) -> Tensor:
+        places = (documents[:, None] * shape[1] + ids).reshape(-1)
+        ones = counted[:, None].expand_as(ids).reshape(-1)
+        return ones.new_zeros(shape[0] * shape[1]).scatter_add_(0, places, ones).view(shape)
+
+    def add(values: Tensor) -> Tensor:
+        kept = torch.where(taking_part.view(-1, *[1] * (values.ndim - 1)), values, 0)
+        return kept.new_zeros(shape[:1] + kept.shape[1:]).index_add(0, documents, kept)
+
+    dispatched = count(routed.ids)
+    return RouterStatistics(
+        rows=counted.new_zeros(shape[0]).index_add(0, documents, counted),
+        dispatched=dispatched,
+        current=dispatched if live is routed.ids else count(live),
+        scores=add(routed.scores / routed.scores.sum(dim=-1, keepdim=True)),
+        z=add(torch.logsumexp(routed.logits, dim=-1).square()),
+    )
+
+
+def balance_penalty(assignments: Tensor, *, scores: Tensor, rows: Tensor) -> Tensor:
+    """E * sum_e f_e P_e of each of G sets of tokens, [..., G]: f_e the share of assignments that expert e
+    received (int64 [..., G, E], no gradient), P_e the mean of its normalised score (`scores` [..., G, E] are
+    sums over the `rows` [..., G] of a set). 1 at perfect balance, 0 for an empty set. Switch Transformer
+    (arXiv 2101.03961), eq. 4 to 6.
     """
-    num_experts = scores.shape[-1]
-    share = count_assignments(ids, num_experts=num_experts).to(scores.dtype) / max(ids.numel(), 1)
-    mean_score = (scores / scores.sum(dim=-1, keepdim=True)).mean(dim=0)
-    return num_experts * (share * mean_score).sum()
+    share = assignments.to(scores.dtype) / assignments.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean_score = scores / rows.clamp(min=1)[..., None]
+    return assignments.shape[-1] * (share * mean_score).sum(dim=-1)
 
 
-def z_sum(logits: Tensor) -> Tensor:
-    """Sum over tokens of logsumexp(logits [T, E])^2 (ST-MoE, eq. 5, before its mean)."""
-    return torch.logsumexp(logits, dim=-1).square().sum()
+def router_losses(
+    statistics: RouterStatistics, *, config: LossConfig, totals: RouterTotals
+) -> tuple[Tensor, Tensor]:
+    """A decoder's share of the step's balancing loss and z-loss from one pack: scalars, unweighted, summed
+    over layers.
+
+    Every row has a penalty: that of its pack or its document (`router_aux_grouping`), or its own z. Added
+    over the packs and ranks of a step, `token` gives the mean over all rows that take part, `response` the
+    mean over documents of their means. With `sequence` grouping, and for z always, the result does not
+    depend on how documents fall into packs.
+    """
+    rows, scores = statistics.rows, statistics.scores
+    counted = (
+        statistics.current if config.router_count_source is CountSource.current else statistics.dispatched
+    )
+    sets = rows
+    if config.router_aux_grouping is AuxGrouping.pack:
+        counted, scores, sets = (part.sum(dim=1, keepdim=True) for part in (counted, scores, rows))
+
+    def weights(reduction: Reduction) -> Tensor:
+        """[L, D], of each document in the step's mean."""
+        if reduction is Reduction.token:
+            return rows.to(scores.dtype) / max(1, totals.rows)
+        return (rows > 0).to(scores.dtype) / max(1, totals.documents)
+
+    penalties = balance_penalty(
+        counted, scores=scores, rows=sets
+    )  # [L, D], or [L, 1] where documents share it
+    z = statistics.z / rows.clamp(min=1)
+    return (
+        (penalties * weights(config.router_aux_reduction)).sum(),
+        (z * weights(config.router_z_reduction)).sum(),
+    )
 
 
 def route_overlap(ids: Tensor, *, live: Tensor) -> Tensor:

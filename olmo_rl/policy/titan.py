@@ -1,4 +1,4 @@
-"""Everything that touches torchtitan: router, experts, dispatch, meshes, sharding, clipping, weight gathers.
+"""Everything that touches torchtitan: router, experts, dispatch, meshes, sharding.
 
 No other file imports torchtitan; `tests/test_titan.py` holds the signatures used here to account. Importing
 this file changes nothing: `prepare(device_type)` points torchtitan at a device and is called before meshes
@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.utils import set_spmd_backend
@@ -36,6 +35,8 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.sharding import ShardingConfig
 
 from olmo_rl.config import Recompute, ScoreFunction
+from olmo_rl.policy.compiling import region
+from olmo_rl.policy.sharded import fsdp_modules, local_part
 from olmo_rl.types import Refusal, Topology
 
 if TYPE_CHECKING:
@@ -69,14 +70,19 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> Routed:
-        """`x` [T, model width]; `ids` int64 [T, K] replace the selection and all selection-only terms."""
+    @region()
+    def forward(self, x: Tensor, ids: Tensor | None = None, pads: Tensor | None = None) -> Routed:
+        """`x` [T, model width]; `ids` int64 [T, K] replace the selection and all selection-only terms, `pads`
+        int64 [P, K] that of the last P rows.
+        """
         weight = self.gate.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         logits = F.linear(x.to(dtype), weight.to(dtype))
         scores = torch.sigmoid(logits) if self.score_func == "sigmoid" else torch.softmax(logits, dim=-1)
         if ids is None:
             ids = self.choose(scores)
+        if pads is not None:
+            ids = torch.cat([ids[: ids.shape[0] - pads.shape[0]], pads])
         gates = scores.gather(dim=-1, index=ids)
         if self.route_norm:
             gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
@@ -91,7 +97,9 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
 
 class Experts(GroupedExperts):
-    """SwiGLU experts in the dtype of their input: grouped products, or a loop over experts for float64."""
+    """SwiGLU experts in `compute_dtype` (None = the dtype of their input): grouped products, or a loop over
+    experts for float64. The output has the input's dtype.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -99,14 +107,23 @@ class Experts(GroupedExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.compute_dtype: torch.dtype | None = None
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """`x_RD` sorted by local expert; `num_tokens_per_expert_E` int64: rows of each local expert."""
         offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        w1, w2, w3 = (_local(p) for p in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
-        gate = self._grouped_mm(A=x_RD, B_t=w1.transpose(-2, -1), offs=offsets)
-        up = self._grouped_mm(A=x_RD, B_t=w3.transpose(-2, -1), offs=offsets)
-        return self._grouped_mm(A=F.silu(gate) * up, B_t=w2.transpose(-2, -1), offs=offsets)
+        return self._products(
+            x_RD, local_part(self.w1_EFD), local_part(self.w2_EDF), local_part(self.w3_EFD), offsets
+        )
+
+    @region(rows=1)
+    def _products(self, x_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offsets: Tensor) -> Tensor:
+        dtype = x_RD.dtype if self.compute_dtype is None else self.compute_dtype
+        rows, w1, w2, w3 = (x.to(dtype) for x in (x_RD, w1, w2, w3))
+        gate = self._grouped_mm(A=rows, B_t=w1.transpose(-2, -1), offs=offsets)
+        up = self._grouped_mm(A=rows, B_t=w3.transpose(-2, -1), offs=offsets)
+        out = self._grouped_mm(A=F.silu(gate) * up, B_t=w2.transpose(-2, -1), offs=offsets)
+        return out.to(x_RD.dtype)
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         if A.dtype is torch.float64:
@@ -201,11 +218,6 @@ def build_experts(dim: int, *, hidden: int, num_experts: int, top_k: int) -> Tok
     return TokenExperts.Config(inner_experts=inner, token_dispatcher=dispatcher).build()
 
 
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's part, as a plain tensor."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def prepare(device_type: str) -> None:
     """Point torchtitan at `cpu` or `cuda`: at import, several of its modules keep the machine's device."""
     for name in (
@@ -252,12 +264,18 @@ def dense_mesh(dims: ParallelDims, *, device_type: str) -> DeviceMesh:
 
 
 def parallelize(
-    model: HybridDecoder, *, dims: ParallelDims, dtype: torch.dtype, recompute: Recompute
+    model: HybridDecoder,
+    *,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    device_type: str | None = None,
 ) -> None:
     """Shard `model` in place, experts over the expert-parallel mesh and all over FSDP, computing in `dtype`.
 
     Gradients are SUMMED over ranks, never divided: the loss is divided by global counts. Modules that ask for
-    it (`keep_float32 = True`) keep their weights in float32 whatever `dtype` is.
+    it (`keep_float32 = True`) keep their weights in float32 whatever `dtype` is. `device_type` is that of a
+    model on the meta device, which has none yet.
     """
     model.recompute = recompute
     topology = Topology(dims.world_size, dims.ep)
@@ -265,7 +283,7 @@ def parallelize(
         if block.moe_enabled:
             topology.experts_per_rank(block.moe.router.num_experts)
             block.moe.routed_experts.parallelize(dims)
-    dense = dense_mesh(dims, device_type=next(model.parameters()).device.type)
+    dense = dense_mesh(dims, device_type=device_type or next(model.parameters()).device.type)
     if dtype.itemsize < 4:
         exact = MixedPrecisionPolicy(
             param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -281,107 +299,6 @@ def parallelize(
         ep_degree=dims.ep,
         edp_mesh=dims.get_mesh("efsdp") if dims.ep > 1 else None,
     )
-    for unit in _fsdp_modules(model):
+    for unit in fsdp_modules(model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-
-
-def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """All modules that FSDP gathers as units."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
-    """Call before each backward of an optimizer step: only the step's last pack reduces gradients over ranks.
-
-    A model that is not sharded needs nothing.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
-
-
-@torch.no_grad()
-def clip_grad_norm(model: nn.Module, *, max_norm: float | None) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `max_norm` (None: measure only). Returns the
-    norm before clipping, a scalar, the same on every rank.
-
-    Dense and expert gradients live on different meshes, but every element lives on exactly one rank: squared
-    norms of local shards are added by one all-reduce over the world.
-    """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert not any(p.is_replicate() for g in gradients if isinstance(g, DTensor) for p in g.placements)
-    shards = [_local(gradient) for gradient in gradients]
-    assert shards, "clip_grad_norm before any backward"
-    total = torch.stack(torch._foreach_norm(shards, dtype=torch.float64)).square().sum()
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
-        dist.all_reduce(total)
-    norm = total.sqrt()
-    if max_norm is not None:
-        torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
-    return norm.to(torch.float32)
-
-
-class FullWeights:
-    """Copies of all weights on every rank, by ONE all-gather of one flat buffer.
-
-    Built once from the sharded model. Where each element lies is found by sending element numbers through the
-    parameter's own placement, so any sharding is followed, uneven and strided ones too. Costs 4 to 8 bytes an
-    element for the addresses: meant for models whose unsharded copy fits a rank.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        for module in _fsdp_modules(model):
-            module.reshard()  # so that the parameters below are the shards which the optimizer updates
-        self._parameters = dict(model.named_parameters())
-        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
-        if self._sharded:
-            self._stride = self._longest_shard()
-            self._index = self._addresses()
-
-    def _longest_shard(self) -> int:
-        device = next(iter(self._parameters.values())).device
-        numel = torch.tensor(sum(_local(p).numel() for p in self._parameters.values()), device=device)
-        dist.all_reduce(numel, op=dist.ReduceOp.MAX)
-        return int(numel)
-
-    def _addresses(self) -> Tensor:
-        """int [elements of the model]: place of every element in the gathered buffer, parameters in order."""
-        held, first = [], 0
-        for parameter in self._parameters.values():
-            last = first + parameter.numel()
-            numbers = torch.arange(first, last, device=parameter.device).view(parameter.shape)
-            first = last
-            if isinstance(parameter, DTensor):
-                whole = [Replicate()] * parameter.device_mesh.ndim
-                numbers = DTensor.from_local(numbers, parameter.device_mesh, whole, run_check=False)
-                numbers = numbers.redistribute(placements=parameter.placements).to_local()
-            held.append(numbers.reshape(-1))
-        mine = torch.full((self._stride,), first, device=held[0].device)  # padding: one past the last element
-        flat = torch.cat(held)
-        mine[: flat.numel()] = flat
-        numbers = mine.new_empty(self._stride * dist.get_world_size())
-        dist.all_gather_single(numbers, mine)
-        addresses = torch.empty(first + 1, dtype=torch.int64, device=mine.device)
-        addresses[numbers] = torch.arange(numbers.numel(), device=mine.device)
-        return addresses[:-1].to(torch.int32 if numbers.numel() < 2**31 else torch.int64)
-
-    @torch.no_grad()
-    def gather(self) -> dict[str, Tensor]:
-        """Every parameter by name, full, float32, a copy, on every rank. A collective: all ranks call it."""
-        locals_ = [_local(p).detach() for p in self._parameters.values()]
-        if not self._sharded:
-            return {
-                name: p.to(torch.float32, copy=True)
-                for name, p in zip(self._parameters, locals_, strict=True)
-            }
-        flat = locals_[0].new_zeros(self._stride, dtype=torch.float32)
-        used = torch.cat([p.reshape(-1) for p in locals_])
-        flat[: used.numel()] = used
-        gathered = flat.new_empty(self._stride * dist.get_world_size())
-        dist.all_gather_single(gathered, flat)
-        full = gathered.index_select(0, self._index).split([s.numel() for s in self._shapes.values()])
-        return {
-            name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), full, strict=True)
-        }

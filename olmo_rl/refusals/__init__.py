@@ -10,10 +10,15 @@ those who read data. `python -m olmo_rl.refusals` prints the table as markdown; 
 from __future__ import annotations
 
 from olmo_rl.config import Config, Recipe
-from olmo_rl.refusals.batches import BALANCE, BATCH, PACKING, ROLLOUTS
+from olmo_rl.refusals.batches import BALANCE, BATCH, PACKING
+from olmo_rl.refusals.computing import POLICY
+from olmo_rl.refusals.exports import EXPORTS
+from olmo_rl.refusals.imports import IMPORTS
+from olmo_rl.refusals.rollouts import ROLLOUTS
 from olmo_rl.refusals.rule import Rule
-from olmo_rl.refusals.runs import LOSS, POLICY, RUN, TASK, run_files
+from olmo_rl.refusals.runs import LOSS, RUN, TASK, run_files
 from olmo_rl.refusals.shapes import MODEL, NUMBERS, RANKS
+from olmo_rl.refusals.supervised import SFT
 
 __all__ = ["RULES", "Rule", "markdown", "refusals", "run_files"]
 
@@ -28,7 +33,10 @@ RULES: tuple[Rule, ...] = (
     *POLICY,
     *LOSS,
     *TASK,
+    *SFT,
     *RUN,
+    *IMPORTS,
+    *EXPORTS,
 )
 
 

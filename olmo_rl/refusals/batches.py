@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from olmo_rl.config import BalanceKind, Config, Filter, PackingKind, Recipe, Source
-from olmo_rl.refusals.rule import Rule, changed, undivided, value_of
+from olmo_rl.config import AuxGrouping, BalanceKind, Config, Filter, PackingKind, Recipe, Source
+from olmo_rl.refusals.rule import Rule, changed, undivided
 
 
 def filters(config: Config) -> bool:
@@ -19,6 +19,11 @@ def drops(config: Config) -> bool:
 def collection_size(config: Config) -> int:
     """Samples that a generating source collects; 0 where their number is not given."""
     return (config.batch.samples_per_step or 0) * config.batch.steps_per_collection
+
+
+def pads(config: Config) -> bool:
+    """Whether rows are padded."""
+    return config.packing.pad_to_budget or config.packing.pad_to_multiple_of > 1
 
 
 def balanced(config: Config) -> bool:
@@ -76,7 +81,12 @@ BATCH = (
         refuses="a collection that would cut a group: samples x steps is no multiple of the group size",
         fix="choose a multiple of rollouts.group_size",
         example=("batch.samples_per_step=500", "rollouts.group_size=8"),
-        when=lambda c: c.generates and undivided(collection_size(c), c.rollouts.group_size),
+        when=lambda c: (
+            c.generates
+            and c.recipe is not Recipe.sft
+            and c.sft.path is None
+            and undivided(collection_size(c), c.rollouts.group_size)
+        ),
     ),
     Rule(
         keys=("rollouts.group_size",),
@@ -108,22 +118,22 @@ BATCH = (
         when=lambda c: not c.generates and c.batch.steps_per_collection != 1,
     ),
     Rule(
-        keys=("trainer.max_steps", "batch.steps_per_collection"),
-        refuses="the last collection would be left with updates that never run",
-        fix="choose trainer.max_steps as a multiple of batch.steps_per_collection",
-        example=("batch.steps_per_collection=2", "trainer.max_steps=3"),
-        when=lambda c: (
-            c.generates
-            and c.recipe is not Recipe.rollout
-            and undivided(c.trainer.max_steps, c.batch.steps_per_collection)
-        ),
-    ),
-    Rule(
         keys=("rollouts.max_lag", "rollouts"),
         refuses="no effect: the local engine always generates with the current weights",
         fix="leave rollouts.max_lag=null, or choose rollouts=files",
         example=("rollouts.max_lag=2",),
         when=lambda c: c.rollouts.source is Source.local and c.rollouts.max_lag is not None,
+    ),
+    Rule(
+        keys=("rollouts.max_lag", "batch.steps_per_collection"),
+        refuses="later updates of a collection would find every sample too old: age counts where it trains",
+        fix="set rollouts.max_lag to at least batch.steps_per_collection - 1",
+        example=("rollouts=vllm", "rollouts.max_lag=0", "batch.steps_per_collection=2"),
+        when=lambda c: (
+            c.generates
+            and c.rollouts.max_lag is not None
+            and c.rollouts.max_lag < c.batch.steps_per_collection - 1
+        ),
     ),
     Rule(
         keys=("rollouts.temperature", "rollouts.top_p"),
@@ -138,7 +148,7 @@ BATCH = (
         refuses="no effect: without a filter that drops samples, one round fills a collection",
         fix="leave it at its default, or set batch.filter_zero_variance or batch.filter_truncated",
         example=("rollouts.max_attempts=2", "batch.filter_zero_variance=false"),
-        when=lambda c: c.generates and not drops(c),
+        when=lambda c: c.rollouts.source is Source.local and not drops(c),
         select=changed,
     ),
 )
@@ -161,12 +171,46 @@ PACKING = (
         planning=True,
     ),
     Rule(
-        keys=("packing.pad_to_multiple_of", "packing.pad_to_budget"),
-        refuses="padded rows are not part of this version",
-        fix="leave packing.pad_to_multiple_of=1 packing.pad_to_budget=false",
-        example=("packing.pad_to_budget=true", "packing.pad_to_multiple_of=8"),
-        select=lambda c, key: value_of(c, key) > 1 or value_of(c, key) is True,
+        keys=("packing.pad_to_multiple_of", "packing.pad_to_budget", "packing"),
+        refuses="packing is off: every forward is one unpadded sample",
+        fix="choose packing=consecutive, or leave pad_to_multiple_of=1 and pad_to_budget=false",
+        example=("packing=none", "packing.pad_to_budget=true"),
+        when=lambda c: not c.packed and pads(c),
+        select=lambda c, key: key == "packing" or changed(c, key),
         planning=True,
+    ),
+    Rule(
+        keys=("packing.pad_to_multiple_of", "packing.pad_to_budget"),
+        refuses="no effect: every row is as long as the budget",
+        fix="leave packing.pad_to_multiple_of=1, or set packing.pad_to_budget=false",
+        example=("packing.pad_to_budget=true", "packing.pad_to_multiple_of=8"),
+        when=lambda c: c.packing.pad_to_budget and c.packing.pad_to_multiple_of > 1,
+        planning=True,
+    ),
+    Rule(
+        keys=("packing.pad_to_multiple_of", "packing.max_tokens", "model.max_seq_len"),
+        refuses="rows of the budget are no multiple of it (packing.max_tokens=null: model.max_seq_len)",
+        fix="choose a divisor of the budget, for example a power of two",
+        example=("packing.pad_to_multiple_of=48",),
+        when=lambda c: c.packed and undivided(c.budget, c.packing.pad_to_multiple_of),
+        select=lambda c, key: key != "model.max_seq_len" or c.packing.max_tokens is None,
+        planning=True,
+    ),
+    Rule(
+        keys=("packing.pad_id",),
+        refuses="no effect without pads",
+        fix="leave packing.pad_id=0, or set packing.pad_to_multiple_of or packing.pad_to_budget",
+        example=("packing.pad_id=256",),
+        when=lambda c: not pads(c),
+        select=changed,
+        planning=True,
+    ),
+    Rule(
+        keys=("packing.pad_id", "model.vocab_size"),
+        refuses="a token that the model does not have",
+        fix="choose 0 <= packing.pad_id < model.vocab_size",
+        example=("packing.pad_to_budget=true", "packing.pad_id=259"),
+        when=lambda c: pads(c) and not 0 <= c.packing.pad_id < c.model.vocab_size,
     ),
 )
 
@@ -206,11 +250,14 @@ BALANCE = (
         planning=True,
     ),
     Rule(
-        keys=("balance", "loss.router_aux_weight"),
+        keys=("balance", "loss.router_aux_weight", "loss.router_aux_grouping"),
         refuses="the router balancing loss looks at whole packs, so the planner would change the objective",
-        fix="set loss.router_aux_weight=0, or balance=none (loss.router_z_weight may stay)",
+        fix="set loss.router_aux_grouping=sequence, loss.router_aux_weight=0 or balance=none "
+        "(loss.router_z_weight may stay)",
         example=("balance=anneal", "loss.router_aux_weight=0.01"),
-        when=lambda c: balanced(c) and c.loss.router_aux_weight != 0,
+        when=lambda c: (
+            balanced(c) and c.loss.router_aux_weight != 0 and c.loss.router_aux_grouping is AuxGrouping.pack
+        ),
         planning=True,
     ),
     Rule(
@@ -297,60 +344,5 @@ BALANCE = (
         example=("recipe=plan", "balance.write_permutation=placement.json", "strategy.ep_degree=1"),
         when=lambda c: c.balance.write_permutation is not None and c.ep_degree == 1,
         planning=True,
-    ),
-)
-
-ROLLOUTS = (
-    Rule(
-        keys=("rollouts", "rollouts.path"),
-        refuses="files to read are not named",
-        fix="set rollouts.path to a file, or to a directory with one collection per file",
-        example=("rollouts=files",),
-        when=lambda c: c.rollouts.source is Source.files and c.rollouts.path is None,
-        planning=True,
-    ),
-    Rule(
-        keys=("rollouts", "rollouts.path"),
-        refuses="a source that generates reads no files",
-        fix="choose rollouts=files, or leave rollouts.path=null",
-        example=("rollouts.path=somewhere",),
-        when=lambda c: c.generates and c.rollouts.path is not None,
-        planning=True,
-    ),
-    Rule(
-        keys=(
-            "rollouts.group_size",
-            "rollouts.max_new_tokens",
-            "rollouts.temperature",
-            "rollouts.top_p",
-            "rollouts.max_attempts",
-        ),
-        refuses="no effect with rollouts=files: nothing is generated",
-        fix="leave it at its default, or choose rollouts=local",
-        example=("rollouts=files", "rollouts.group_size=16"),
-        when=lambda c: not c.generates,
-        select=changed,
-    ),
-    Rule(
-        keys=("rollouts.collections",),
-        refuses="no effect without recipe=rollout: trainer.max_steps ends a run",
-        fix="leave it at 1, or set recipe=rollout",
-        example=("rollouts.collections=2",),
-        when=lambda c: c.recipe not in (Recipe.rollout, Recipe.validate),
-        select=changed,
-    ),
-    Rule(
-        keys=("recipe", "rollouts"),
-        refuses="recorded collections are there already, nothing is generated",
-        fix="choose rollouts=local",
-        example=("recipe=rollout", "rollouts=files"),
-        when=lambda c: c.recipe is Recipe.rollout and not c.generates,
-    ),
-    Rule(
-        keys=("recipe", "rollouts"),
-        refuses="only recorded samples can be scored",
-        fix="choose rollouts=files",
-        example=("recipe=score",),
-        when=lambda c: c.recipe is Recipe.score and c.generates,
     ),
 )

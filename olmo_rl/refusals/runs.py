@@ -1,29 +1,21 @@
-"""Refusals of what the policy computes, of the objective, the task and the run itself."""
+"""Refusals of the objective, the task and the run itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from olmo_rl.backends import ATTENTION_BACKENDS, AttentionBackend, choose_attention
-from olmo_rl.config import (
-    AuxGrouping,
-    Config,
-    CountSource,
-    LoggerKind,
-    LossKind,
-    Recipe,
-    Reduction,
-    TaskKind,
-)
-from olmo_rl.refusals.rule import Rule, changed, trains
+from olmo_rl.config import Config, CountSource, LoggerKind, LossKind, Recipe, Reduction, TaskKind
+from olmo_rl.refusals.rule import Rule, changed, trains, value_of
+from olmo_rl.run_directory import checkpoint_fault, complete_checkpoints
 
 # What a run leaves in its directory, by the recipe that would write it again.
-_TRAINING_MARKS = ("metrics.csv", "checkpoints", "training_contract_rank*.jsonl")
+_TRAINING_MARKS = ("metrics.csv", "checkpoints", "reference", "training_contract_rank*.jsonl")
 RUN_MARKS: dict[Recipe, tuple[str, ...]] = {
     Recipe.train: _TRAINING_MARKS,
     Recipe.sft: _TRAINING_MARKS,
     Recipe.rollout: ("rollouts",),
     Recipe.score: ("scores.jsonl",),
+    Recipe["import"]: ("rollouts", "import_report.json"),
 }
 
 
@@ -36,28 +28,15 @@ def run_files(config: Config) -> list[Path]:
     )
 
 
-def _backend(config: Config) -> AttentionBackend | None:
-    return ATTENTION_BACKENDS.get(choose_attention(config.policy.attention.value, packed=config.packed))
-
-
-def _attention_unfit(config: Config) -> bool:
-    backend = _backend(config)
-    device = "cuda" if config.trainer.accelerator == "gpu" else "cpu"
-    return backend is None or device not in backend.devices or config.policy.dtype.value not in backend.dtypes
-
-
-def _crosses_documents(config: Config) -> bool:
-    backend = _backend(config)
-    return config.packed and backend is not None and not backend.documents
-
-
 def _separate_scoring(config: Config) -> bool:
     return config.scores_separately(steps_in_collection=config.batch.steps_per_collection)
 
 
-def _nothing_to_resume(config: Config) -> bool:
-    checkpoints = Path(config.run_dir).glob("checkpoints/step-*")
-    return not any(path.name.removeprefix("step-").isdigit() for path in checkpoints)
+def _damaged(checkpoint: str | None) -> bool:
+    """Whether this directory is no whole checkpoint; that it exists is another row's."""
+    if checkpoint is None or checkpoint == "last" or not Path(checkpoint).exists():
+        return False
+    return checkpoint_fault(checkpoint) is not None
 
 
 def _is_cleared(config: Config, weights: str | None) -> bool:
@@ -73,52 +52,28 @@ def _uncontained(run_name: str) -> bool:
     return not run_name or path.is_absolute() or ".." in path.parts
 
 
-POLICY = (
-    Rule(
-        keys=("policy.attention", "packing"),
-        refuses="this attention does not honour document boundaries: packed samples would see each other",
-        fix="choose policy.attention=reference or auto, or packing=none",
-        example=("policy.attention=torch",),
-        when=_crosses_documents,
-        planning=True,
-    ),
-    Rule(
-        keys=("policy.attention", "trainer.accelerator", "policy.dtype"),
-        refuses="no such attention in this version for this accelerator and compute dtype",
-        fix=f"choose policy.attention=auto, or one of {', '.join(ATTENTION_BACKENDS)}",
-        example=("policy.attention=flash_2",),
-        when=_attention_unfit,
-    ),
-    Rule(
-        keys=("policy.replay", "model.num_experts"),
-        refuses="routes to replay in a model that routes nothing",
-        fix="leave policy.replay=null",
-        example=("policy.replay=true", "model.num_experts=0"),
-        when=lambda c: c.policy.replay is True and not c.model.routed_layers,
-    ),
-    Rule(
-        keys=("policy.replay", "recipe"),
-        refuses="supervised documents have no recorded routes",
-        fix="leave policy.replay=null",
-        example=("recipe=sft", "policy.replay=true"),
-        when=lambda c: c.policy.replay is True and c.recipe is Recipe.sft,
-    ),
-    Rule(
-        keys=("policy.compile",),
-        refuses="compiled blocks are not part of this version",
-        fix="leave policy.compile=false",
-        example=("policy.compile=true",),
-        when=lambda c: c.policy.compile,
-    ),
-)
-
 LOSS = (
     Rule(
-        keys=("loss.kl_coef", "rollouts"),
-        refuses="the KL term needs reference log-probs, which only recorded files carry in this version",
-        fix="set loss.kl_coef=0, or choose rollouts=files with ref_logprobs",
-        example=("loss.kl_coef=0.01",),
-        when=lambda c: c.loss.kl_coef > 0 and c.generates,
+        keys=("loss.kl_coef", "recipe"),
+        refuses="supervised updates have no KL term",
+        fix="leave loss.kl_coef=0",
+        example=("recipe=sft", "loss.kl_coef=0.01", "warm_start.steps=0"),
+        when=lambda c: c.loss.kl_coef != 0 and c.recipe is Recipe.sft,
+    ),
+    Rule(
+        keys=("loss.reference",),
+        refuses="no effect with loss.kl_coef=0",
+        fix="give loss.kl_coef, or leave loss.reference=null",
+        example=("loss.reference={run}",),
+        when=lambda c: c.loss.kl_coef == 0,
+        select=changed,
+    ),
+    Rule(
+        keys=("loss.reference",),
+        refuses="no such file or directory (read from disk)",
+        fix="give outputs/<run>/checkpoints/<step>, a weights file, or null: what the run starts from",
+        example=("loss.kl_coef=0.01", "loss.reference=/nowhere"),
+        when=lambda c: c.loss.reference is not None and not Path(c.loss.reference).exists(),
     ),
     Rule(
         keys=("loss.kl",),
@@ -159,16 +114,31 @@ LOSS = (
         select=changed,
     ),
     Rule(
-        keys=(
-            "loss.router_aux_grouping",
-            "loss.router_aux_reduction",
-            "loss.router_z_reduction",
-            "loss.router_count_source",
-        ),
-        refuses="this form of the router losses is not part of this version",
-        fix=f"leave {AuxGrouping.pack.value}, {Reduction.token.value}, {CountSource.dispatch.value}",
-        example=("loss.router_aux_grouping=sequence", "loss.router_count_source=current"),
+        keys=("loss.router_aux_grouping", "loss.router_aux_reduction", "loss.router_count_source"),
+        refuses="no effect without a router balancing loss",
+        fix="give loss.router_aux_weight, or leave it at its default",
+        example=("loss.router_aux_grouping=sequence", "loss.router_z_weight=0.001"),
+        when=lambda c: c.loss.router_aux_weight == 0,
         select=changed,
+    ),
+    Rule(
+        keys=("loss.router_z_reduction",),
+        refuses="no effect without a router z-loss",
+        fix="give loss.router_z_weight, or leave loss.router_z_reduction=token",
+        example=("loss.router_z_reduction=response", "loss.router_aux_weight=0.01"),
+        when=lambda c: c.loss.router_z_weight == 0,
+        select=changed,
+    ),
+    Rule(
+        keys=("loss.router_count_source", "policy.replay", "recipe"),
+        refuses="no effect: where routes are not replayed, the ids in use are those that live top-k chooses",
+        fix="leave loss.router_count_source=dispatch",
+        example=("loss.router_count_source=current", "loss.router_aux_weight=0.01", "policy.replay=false"),
+        when=lambda c: (
+            c.loss.router_count_source is CountSource.current
+            and c.loss.router_aux_weight != 0
+            and (not c.replay or c.recipe is Recipe.sft)
+        ),
     ),
     Rule(
         keys=("scoring.check_interval", "scoring.tolerance"),
@@ -204,7 +174,13 @@ TASK = (
         select=changed,
     ),
     Rule(
-        keys=("task.path", "task.verifier"),
+        keys=(
+            "task.path",
+            "task.verifier",
+            "task.verifiers",
+            "task.verifier_seconds",
+            "task.on_verifier_failure",
+        ),
         refuses="no effect without task=jsonl",
         fix="leave it at its default",
         example=("task.path=problems.jsonl", "+task.verifier._target_=builtins.float"),
@@ -249,7 +225,16 @@ RUN = (
         refuses="the run directory holds no complete checkpoint (read from disk)",
         fix="start with ckpt_path=null",
         example=("ckpt_path=last", "run_dir={run}"),
-        when=lambda c: trains(c) and bool(c.run_dir) and c.ckpt_path == "last" and _nothing_to_resume(c),
+        when=lambda c: (
+            trains(c) and bool(c.run_dir) and c.ckpt_path == "last" and not complete_checkpoints(c.run_dir)
+        ),
+    ),
+    Rule(
+        keys=("ckpt_path",),
+        refuses="no whole checkpoint: files are missing, cut, or were still being written (read from disk)",
+        fix="give another outputs/<run>/checkpoints/step-<n>, or last",
+        example=("ckpt_path={run}",),
+        when=lambda c: trains(c) and _damaged(c.ckpt_path),
     ),
     Rule(
         keys=("ckpt_path", "overwrite"),
@@ -259,12 +244,12 @@ RUN = (
         when=lambda c: trains(c) and c.ckpt_path == "last" and c.overwrite,
     ),
     Rule(
-        keys=("ckpt_path", "init_from", "overwrite"),
+        keys=("ckpt_path", "init_from", "loss.reference", "overwrite"),
         refuses="overwrite=true would delete these weights before they are read",
         fix="choose another run_name",
         example=("init_from={run}/checkpoints/step-3.incomplete", "run_dir={run}", "overwrite=true"),
         when=lambda c: c.overwrite,
-        select=lambda c, key: key != "overwrite" and _is_cleared(c, getattr(c, key)),
+        select=lambda c, key: key != "overwrite" and _is_cleared(c, value_of(c, key)),
     ),
     Rule(
         keys=("ckpt_path", "init_from"),

@@ -5,33 +5,52 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
 from typing_extensions import override
 
-from olmo_rl.config import Config, LoggerKind
+from olmo_rl.config import Config, LoggerKind, Source
 from olmo_rl.data.tasks import Task, build_task
 from olmo_rl.data.tokenizers import Tokenizer, load_tokenizer
 from olmo_rl.policy.engine import LocalEngine
+from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.training.metrics_csv import MetricsCsv
 from olmo_rl.training.processes import cluster_environment
+from olmo_rl.training.remote import build_remote, shared_publication
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
 
 
 @dataclass(kw_only=True, slots=True)
-class LocalRollouts:
-    """The parts that generating and held-out evaluation share."""
+class RolloutParts:
+    """The parts that generating and held-out evaluation share. `publish` hands new weights to the engine, on
+    all ranks alike; `close` lets go of it.
+    """
 
     task: Task
     tokenizer: Tokenizer
-    engine: LocalEngine
+    engine: LocalEngine | RemoteEngine
+    publish: Callable[[dict[str, Tensor], int], None]
+    close: Callable[[], None] = lambda: None
+
+
+class NoSignalHandlers(_SignalConnector):
+    """Lightning's handlers would talk to other ranks inside the handler; ours do not (checkpoints.py)."""
+
+    @override
+    def register_signal_handlers(self) -> None:
+        """None."""
 
 
 class WandbRun(WandbLogger):
@@ -46,7 +65,7 @@ class WandbRun(WandbLogger):
             self._experiment = None
 
 
-def build_local(config: Config) -> LocalRollouts:
+def build_local(config: Config) -> RolloutParts:
     """Task, tokenizer and engine on this rank's device."""
     accelerator = config.trainer.accelerator
     device = (
@@ -54,10 +73,26 @@ def build_local(config: Config) -> LocalRollouts:
         if accelerator == "cpu"
         else torch.device("cuda", cluster_environment().local_rank())
     )
-    return LocalRollouts(
+    engine = LocalEngine(config.model, device=device)
+    return RolloutParts(
         task=build_task(config.task, seed=config.seed),
         tokenizer=load_tokenizer(config.model.tokenizer),
-        engine=LocalEngine(config.model, device=device),
+        engine=engine,
+        publish=engine.publish,
+    )
+
+
+def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutParts:
+    """What generates: the engine of this process, or a client of serving engines."""
+    if config.rollouts.source is Source.local:
+        return build_local(config)
+    remote = build_remote(config)
+    return RolloutParts(
+        task=build_task(config.task, seed=config.seed),
+        tokenizer=load_tokenizer(config.model.tokenizer),
+        engine=remote,
+        publish=shared_publication(remote, strategy=strategy),
+        close=remote.close,
     )
 
 
@@ -76,6 +111,7 @@ def build_loggers(config: Config) -> list[Logger]:
                 name=config.run_name,
                 save_dir=config.run_dir,
                 offline=config.logger.offline,
+                config=plain(asdict(config)),
             )
         )
     return loggers
@@ -92,7 +128,7 @@ def build_trainer(
     """A Lightning trainer that leaves batching, clipping, checkpoints and progress to this project."""
     seed_everything(config.seed, verbose=False)
     quiet_lightning()
-    return Trainer(
+    trainer = Trainer(
         accelerator=config.trainer.accelerator,
         devices=config.trainer.devices,
         num_nodes=config.trainer.num_nodes,
@@ -111,6 +147,17 @@ def build_trainer(
         enable_model_summary=False,
         default_root_dir=config.run_dir,
     )
+    trainer._signal_connector = NoSignalHandlers(trainer)
+    return trainer
+
+
+def plain(value: Any) -> Any:
+    """A configuration as JSON has it: words in place of the members of an Enum."""
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [plain(part) for part in value]
+    return value.value if isinstance(value, Enum) else value
 
 
 def quiet_lightning() -> None:
@@ -126,6 +173,7 @@ def quiet_lightning() -> None:
         ".*treespec.*",
         "predict returned None.*",
         ".*your dataloader is not resumable.*",
+        "You have overridden `transfer_batch_to_device`.*",
         "torch.distributed is disabled, unavailable or uninitialized.*",
     ):
         warnings.filterwarnings("ignore", message=message)

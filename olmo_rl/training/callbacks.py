@@ -18,7 +18,8 @@ from olmo_rl.data.packs import PackedBatch
 from olmo_rl.data.tasks import Problem
 from olmo_rl.planning.report import draw_packs
 from olmo_rl.policy.engine import Request
-from olmo_rl.training.build import LocalRollouts
+from olmo_rl.run_directory import whole_lines
+from olmo_rl.training.build import RolloutParts
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.sources import response_text
 from olmo_rl.training.strategy import ExpertParallelStrategy
@@ -37,6 +38,7 @@ class ContractLog(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         path = self._run_dir / f"training_contract_rank{trainer.global_rank}.jsonl"
+        whole_lines(path)
         self._file = path.open("a", encoding="utf-8")
 
     @override
@@ -66,13 +68,18 @@ class ContractLog(Callback):
             samples=sum(len(pack.ids) for pack in batch.packs),
             packs=len(batch.packs),
             real_tokens=sum(pack.real_tokens for pack in batch.packs),
+            padded_tokens=sum(len(pack) for pack in batch.packs),
             max_pack_tokens=max(pack.real_tokens for pack in batch.packs),
             token_budget=batch.budget,
             fill=sum(pack.real_tokens for pack in batch.packs) / (len(batch.packs) * batch.budget),
             samples_per_pack=[len(pack.ids) for pack in batch.packs],
+            plan="planned" if batch.schedule is None else batch.schedule.origin,
         )
         for event, values in module.report.events().items():
             self.write(event, trainer=trainer, **values)
+        if module.new_graphs:
+            graphs = [{"region": graph.region, "reason": graph.reason} for graph in module.new_graphs]
+            self.write("compile", trainer=trainer, graphs=graphs)
 
 
 def _plain(value: object) -> object:
@@ -92,10 +99,10 @@ class Evaluation(Callback):
     divided by the number of problems.
     """
 
-    def __init__(self, config: Config, *, local: LocalRollouts, contract: ContractLog) -> None:
+    def __init__(self, config: Config, *, parts: RolloutParts, contract: ContractLog) -> None:
         self._config = config
         self._problems: list[Problem] | None = None
-        self._local = local
+        self._parts = parts
         self._contract = contract
         self.results: dict[int, float] = {}
 
@@ -131,28 +138,35 @@ class Evaluation(Callback):
         strategy = cast(ExpertParallelStrategy, trainer.strategy)
         if self._problems is None:
             count = self._config.task.eval_problems
-            self._problems = strategy.from_rank_zero(lambda: self._local.task.held_out(count))
+            self._problems = strategy.from_rank_zero(lambda: self._parts.task.held_out(count))
         mine = self._problems[strategy.global_rank :: strategy.world_size]
-        generations = self._local.engine.generate(
+        generations = self._parts.engine.generate(
             [
-                Request(id=problem.prompt, tokens=self._local.tokenizer.encode(problem.prompt))
+                Request(id=problem.prompt, tokens=self._parts.tokenizer.encode(problem.prompt))
                 for problem in mine
             ],
             max_new_tokens=self._config.rollouts.max_new_tokens,
-            stop_token=self._local.tokenizer.eos_id,
+            stop_token=self._parts.tokenizer.eos_id,
             greedy=True,
             seed=0,
         )
-        correct = sum(
-            self._local.task.reward(problem, response_text(generation, tokenizer=self._local.tokenizer))
+        judged = [
+            self._parts.task.reward(problem, response_text(generation, tokenizer=self._parts.tokenizer))
             for problem, generation in zip(mine, generations, strict=True)
-        )
-        total = strategy.sum_over_ranks(
-            torch.tensor([correct], device=strategy.root_device, dtype=torch.float64)
-        )
-        accuracy = float(total) / len(self._problems)
+            if generation is not None  # a serving engine that never answered says nothing about the policy
+        ]
+        correct, answered = strategy.sum_over_ranks(
+            torch.tensor([sum(judged), len(judged)], device=strategy.root_device, dtype=torch.float64)
+        ).tolist()
+        accuracy = correct / answered if answered else 0.0
         self.results[trainer.global_step] = accuracy
-        self._contract.write("evaluation", trainer=trainer, accuracy=accuracy, problems=len(self._problems))
+        self._contract.write(
+            "evaluation",
+            trainer=trainer,
+            accuracy=accuracy,
+            problems=len(self._problems),
+            answered=int(answered),
+        )
         return accuracy
 
 

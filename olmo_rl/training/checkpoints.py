@@ -1,48 +1,45 @@
-"""Checkpoints that are complete or absent, and interruption that saves first.
+"""When a run saves, and how it ends: after an interruption, or by a refusal in the middle.
 
-A checkpoint is written into a scratch directory by all ranks and renamed by rank 0 after everybody finished,
-so a directory with a final name is whole. Checkpoints fall on collection boundaries, where no plan is
-pending.
+A checkpoint is written into a scratch directory by all ranks; rank 0 gives it its name when everybody has
+finished (run_directory.py). A run that names an older checkpoint by `ckpt_path` is another run: it has a
+directory of its own, and nobody deletes what lies in a directory that is not theirs.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from olmo_rl.config import Config
+from olmo_rl.run_directory import (
+    SCRATCH,
+    checkpoint_directory,
+    checkpoint_fault,
+    checkpoint_path,
+    complete_checkpoints,
+    finish_checkpoint,
+    named_checkpoints,
+)
+from olmo_rl.training.rank import SIGNALS, say
 from olmo_rl.types import Refusal
 
-SCRATCH = ".incomplete"
-WHOLE = (".metadata", "meta.pt")  # written last: shards lie beside them
-EXIT_INTERRUPTED = 75
-
-
-def checkpoint_directory(run_dir: str | Path) -> Path:
-    return Path(run_dir) / "checkpoints"
-
-
-def complete_checkpoints(run_dir: str | Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
-    directory = checkpoint_directory(run_dir)
-    found = [
-        path
-        for path in directory.glob("step-*")
-        if path.name.removeprefix("step-").isdigit() and all((path / name).is_file() for name in WHOLE)
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+# For ranks that were refused the same to come together; a rank that was not never comes.
+_TOGETHER = timedelta(seconds=20)
 
 
 def resolve_checkpoint(config: Config) -> str | None:
-    """The directory that `ckpt_path` names, or None for a fresh run."""
+    """The directory that `ckpt_path` names, None for a fresh run. `last` passes over damaged ones aloud."""
     if config.ckpt_path is None:
         return None
     if config.ckpt_path == "last":
@@ -52,58 +49,92 @@ def resolve_checkpoint(config: Config) -> str | None:
                 f"ckpt_path=last: {checkpoint_directory(config.run_dir)} holds no complete checkpoint: "
                 "start with ckpt_path=null overwrite=true, or give a path"
             )
+        for path in reversed(named_checkpoints(config.run_dir)):
+            if path == found[-1]:
+                break
+            rank_zero_only(print)(f"{path} is damaged, {checkpoint_fault(path)}: passed over", flush=True)
         return str(found[-1])
-    if not (Path(config.ckpt_path) / ".metadata").is_file():
-        raise Refusal(
-            f"ckpt_path={config.ckpt_path}: not a checkpoint directory (no .metadata): give one, or last"
-        )
+    fault = checkpoint_fault(config.ckpt_path)
+    if fault is not None:
+        raise Refusal(f"ckpt_path={config.ckpt_path}: no whole checkpoint, {fault}: give another, or last")
     return config.ckpt_path
 
 
 class Checkpoints(Callback):
-    """Saves every `callbacks.checkpoint_interval` updates, at the end, and before an interruption ends the
-    run.
+    """Saves every `callbacks.checkpoint_interval` updates, at the end, and before an interruption or a
+    refusal that met every rank ends the run.
 
     SIGINT, SIGTERM and SIGUSR1 set a flag; after the current update all ranks agree on it, save outside the
-    handler and stop. `interrupted` then tells the recipe to exit with code 75.
+    handler and stop. `interrupted` then tells the recipe to exit with code 75. A second SIGINT ends at once.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._signalled = False
+        self._signals: list[int] = []
         self.interrupted = False
         self._handlers: dict[signal.Signals, Any] = {}
         self._last_saved = -1
+        self._leavers: dist.ProcessGroup | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > 0:
             self._last_saved = trainer.global_step  # where this run resumes
-        # Lightning installs its own handlers before this hook; they would broadcast inside the handler.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if trainer.world_size > 1:
+            # Apart from the group that updates use: a rank may be in the middle of a collective there.
+            # Its own timeout too: a rank other than 0 waits in the barrier for as long as its group allows.
+            self._leavers = dist.new_group(backend="gloo", timeout=_TOGETHER)
+        if trainer.is_global_zero:  # what a killed run was writing
+            for scratch in checkpoint_directory(self._config.run_dir).glob(f"step-*{SCRATCH}"):
+                shutil.rmtree(scratch)
+        for number in SIGNALS:
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, Refusal) and self._unsaved(trainer) and self._everybody_leaves(trainer):
+            self._save(trainer)
+            if trainer.is_global_zero:
+                print(
+                    f"refused after update {trainer.global_step}, which is saved: change what is refused and "
+                    f"continue {self._config.run_dir} with ckpt_path=last",
+                    flush=True,
+                )
         self._restore_handlers()
+
+    def _unsaved(self, trainer: Trainer) -> bool:
+        """Whether a save now would keep updates that no checkpoint holds."""
+        return 0 < trainer.global_step != self._last_saved
+
+    def _everybody_leaves(self, trainer: Trainer) -> bool:
+        """Whether all ranks got here, bounded: a refusal may be one rank's alone."""
+        if self._leavers is None:
+            return True
+        try:
+            dist.monitored_barrier(group=self._leavers, timeout=_TOGETHER)
+        except RuntimeError:
+            return False
+        return True
 
     def _restore_handlers(self) -> None:
         while self._handlers:
             signal.signal(*self._handlers.popitem())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        self._signals.append(number)
+        if self._signals.count(signal.SIGINT) > 1:
+            say("a second Ctrl-C: ended at once, updates since the last checkpoint are lost")
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if cast(Any, trainer).datamodule.steps_left > 0:
-            return
-        flag = torch.tensor([float(self._signalled)], device=pl_module.device)
+        number = torch.tensor([max(self._signals, default=0)], device=pl_module.device)
         if trainer.world_size > 1:
-            dist.all_reduce(flag)
-        self.interrupted = bool(flag.item())
+            dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        self.interrupted = bool(number.item())
         interval = self._config.callbacks.checkpoint_interval
         step = trainer.global_step  # 0 while the first steps have nothing to train on
         due = interval is not None and step // interval > max(0, self._last_saved) // interval
@@ -111,25 +142,24 @@ class Checkpoints(Callback):
             self._save(trainer)
         if self.interrupted:
             trainer.should_stop = True
+            if trainer.is_global_zero:
+                print(
+                    f"interrupted by {signal.Signals(int(number)).name}, saved after update {step}: continue "
+                    f"{self._config.run_dir} with ckpt_path=last",
+                    flush=True,
+                )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        left = cast(Any, trainer).datamodule.steps_left
-        if left == 0:
-            self._save(trainer)
-        elif trainer.is_global_zero:
-            print(
-                f"no checkpoint of update {trainer.global_step}: {left} of its collection did not run, "
-                "and checkpoints fall on collection boundaries",
-                flush=True,
-            )
+        self._save(trainer)
         self._restore_handlers()
 
     def _save(self, trainer: Trainer) -> None:
+        """A collective of all ranks: complete or absent, then the oldest go."""
         if trainer.global_step == self._last_saved:
             return
         self._last_saved = trainer.global_step
-        final = checkpoint_directory(self._config.run_dir) / f"step-{trainer.global_step}"
+        final = checkpoint_path(self._config.run_dir, step=trainer.global_step)
         scratch = final.with_name(final.name + SCRATCH)
         if trainer.is_global_zero and scratch.exists():
             shutil.rmtree(scratch)
@@ -137,9 +167,9 @@ class Checkpoints(Callback):
         trainer.save_checkpoint(scratch)
         trainer.strategy.barrier()
         if trainer.is_global_zero:
-            if final.exists():
+            if final.exists():  # damaged: a whole one would have been resumed from
                 shutil.rmtree(final)
-            scratch.rename(final)
+            finish_checkpoint(Path(scratch), final=final)
             for old in complete_checkpoints(self._config.run_dir)[: -self._config.callbacks.keep_checkpoints]:
                 shutil.rmtree(old)
         trainer.strategy.barrier()

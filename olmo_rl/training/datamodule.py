@@ -1,84 +1,65 @@
-"""Collections -> optimizer batches -> this rank's packs. Owns the data cursor and every count of what was
-left out.
+"""Collections -> optimizer batches -> this rank's packs. Owns the data cursor, also inside a collection.
 
 All ranks hold all samples of a collection, so filters, denominators and plans are plain arithmetic that
 agrees by construction; only drawing and the planner's broadcast communicate. One Lightning batch is one
 optimizer step.
+
+With `balance.overlap` every step of a collection is planned while earlier ones are scored or trained, and a
+recorded collection is read, counted and planned while the one before it trains (with `rollouts.max_lag` it is
+only read and counted: what is too old follows from updates that have not happened). A source that generates
+on policy cannot be ahead of the weights that it generates with.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast, overload
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
 
-import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from olmo_rl.config import Config
-from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
+from olmo_rl.data.advantages import can_train
 from olmo_rl.data.collate import batch_of_rank
 from olmo_rl.data.packs import Normalisers, PackedBatch
-from olmo_rl.planning.packing import cut_into_steps
-from olmo_rl.planning.schedule import Forecast, placement_floor
-from olmo_rl.training.planner import PlannedStep, StepPlanner
+from olmo_rl.planning.schedule import Forecast
+from olmo_rl.training.collecting import Drawn, cut, draw
+from olmo_rl.training.pending import Pending, anchors_by_sample, anchors_of_pack
+from olmo_rl.training.planner import PlannedStep, PlanRecord, Plans, StepPlanner, plan_settings
 from olmo_rl.training.sources import Source
+from olmo_rl.training.steps import StepLoader, Steps
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Collection, ExpertLayout, Refusal, Sample
-
-# Lightning prefetches one batch of a loader without a length, which would be one optimizer step of policy
-# lag.
-UNBOUNDED = 2**31
+from olmo_rl.types import Refusal, Sample
 
 
-class Steps(Sequence[PackedBatch]):
-    """The optimizer steps of one collection, each made when it is first asked for, in order: the planner
-    works ahead of whoever scores or trains. Every rank asks alike, since making one communicates.
+@dataclass(kw_only=True, slots=True, eq=False)
+class OpenCollection:
+    """A collection with its steps from here on: `blocks[i]` are the samples of the i-th, `jobs[i]` is its
+    place among the `plans`, which are those of the steps that train. What `pending` of a checkpoint left is
+    only the rest of `steps_in_collection`, `trained_steps` of which are updates.
     """
 
-    def __init__(self, count: int, *, make: Callable[[int], PackedBatch]) -> None:
-        self._count = count
-        self._make = make
-        self._made: list[PackedBatch] = []
+    drawn: Drawn
+    blocks: list[list[Sample]]
+    jobs: dict[int, int]
+    plans: Plans
+    records: list[PlanRecord | None]
+    steps_in_collection: int
+    trained_steps: int
+    pending: Pending | None = None
 
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> PackedBatch: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PackedBatch]: ...
-    @override
-    def __getitem__(self, index: int | slice) -> PackedBatch | Sequence[PackedBatch]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        position = range(self._count)[index]
-        while len(self._made) <= position:
-            self._made.append(self._make(len(self._made)))
-        return self._made[position]
-
-
-class StepLoader:
-    """One endless Lightning epoch: draws a collection when the previous one is used up."""
-
-    def __init__(self, data: RolloutDataModule) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return UNBOUNDED
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        while (batches := self._data.next_collection()) is not None:
-            for batch in batches:
-                self._data.steps_left -= 1
-                yield batch
-        cast(Any, self._data.trainer).should_stop = True
+    @property
+    def told_by(self) -> int:
+        """The step whose row tells the facts of the collection: the first that trains."""
+        return min(self.jobs, default=0)
 
 
 class RolloutDataModule(LightningDataModule):
-    """Serves `PackedBatch`es of this rank. State: how many collections were drawn (seeds and files follow
-    from it).
+    """Serves `PackedBatch`es of this rank. State: how many collections were opened (seeds and files follow
+    from it), and what is left of the present one.
     """
 
     def __init__(self, config: Config, *, source: Source) -> None:
@@ -86,23 +67,28 @@ class RolloutDataModule(LightningDataModule):
         self.config = config
         self.source = source
         self.collections_drawn = 0
-        self.steps_left = 0
+        self.given: list[PackedBatch] = []  # steps of the present collection, the last one perhaps unfinished
         self._skips_in_a_row = 0
         self._planner: StepPlanner | None = None
-        self._trained: dict[int, int] = {}  # position in the collection -> place among those that train
-        self._steps: Sequence[PackedBatch] = ()
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: Future[Drawn | OpenCollection | None] | None = None
+        self._open: OpenCollection | None = None
+        self._steps = Steps(0, make=self._batch)
+        self._resumed: Pending | None = None
 
     @override
     def setup(self, stage: str) -> None:
         if self._planner is None:
             self._planner = StepPlanner(self.config, strategy=self.strategy)
             self._planner.warm_up()
+            self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
 
     @override
     def teardown(self, stage: str) -> None:
-        if self._planner is not None:
+        if self._planner is not None and self._reader is not None:
+            self._reader.shutdown(wait=False, cancel_futures=True)
             self._planner.close()
-            self._planner = None
+            self._planner = self._reader = self._ahead = None
 
     @override
     def train_dataloader(self) -> StepLoader:
@@ -112,38 +98,200 @@ class RolloutDataModule(LightningDataModule):
     def predict_dataloader(self) -> StepLoader:
         return StepLoader(self)
 
-    @override
-    def state_dict(self) -> dict[str, int]:
-        # Checkpoints fall on collection boundaries, so no pending plan travels with them.
-        assert self.steps_left == 0, "a checkpoint inside a collection would lose its remaining steps"
-        return {"collections_drawn": self.collections_drawn}
+    # State
 
     @override
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, and the steps of the present collection that were not trained. All ranks call it: the
+        log-probs of samples lie on the ranks that scored them, and rank 0 saves what all of them hold.
+        """
+        pending = self._pending()
+        return {
+            "collections_drawn": self.collections_drawn,
+            "skips_in_a_row": self._skips_in_a_row,
+            "pending": None if pending is None else pending.state(),
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.collections_drawn = state_dict["collections_drawn"]
+        self._skips_in_a_row = state_dict["skips_in_a_row"]
+        pending = state_dict["pending"]
+        self._resumed = None if pending is None else Pending.of_state(pending)
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of the present collection whose update ended."""
+        unfinished = bool(self.given) and not self.given[-1].finished
+        return len(self.given) - unfinished
+
+    def _pending(self) -> Pending | None:
+        if self._open is None:
+            return self._resumed
+        opened, done = self._open, self.steps_done
+        blocks = opened.blocks[done:]
+        if not blocks:
+            return None
+        return Pending(
+            source=opened.drawn.source,
+            steps_in_collection=opened.steps_in_collection,
+            trained_steps=opened.trained_steps,
+            ids=[[sample.id for sample in block] for block in blocks],
+            samples=[sample for block in blocks for sample in block] if self.source.generates else None,
+            plans=[self._record(step) for step in range(done, len(opened.blocks))],
+            anchors=self._anchors(done),
+            facts=dict(opened.drawn.facts) if done <= opened.told_by else {},
+        )
+
+    def _record(self, step: int) -> PlanRecord | None:
+        """The plan of a step to come where this rank has it; nobody waits for a search to save."""
+        opened = self._open
+        assert opened is not None
+        if step not in opened.jobs:
+            return None
+        made = opened.plans.made(opened.jobs[step])
+        if made is None:
+            return opened.records[step]
+        return PlanRecord(
+            plan=made.plan, start=made.start, paths=made.paths, settings=plan_settings(self.config)
+        )
+
+    def _anchors(self, done: int) -> dict[str, Any]:
+        """Log-probs by sample id that a scoring pass found for every step to come, over all ranks."""
+        assert self._open is not None
+        made = self._steps.made
+        scored = [made[step].anchors for step in self._open.jobs if done <= step < len(made)]
+        wanted = sum(step >= done for step in self._open.jobs)
+        # Equal on all ranks: they made and scored the same steps.
+        if len(scored) < wanted or any(anchors is None for anchors in scored):
+            return {}
+        mine: dict[str, Any] = {}
+        for batch in made[done:]:
+            mine |= anchors_by_sample(batch.packs, anchors=batch.anchors or [])
+        return {id: values for part in self.strategy.gather_objects(mine) for id, values in part.items()}
+
+    # Collections
 
     def next_collection(self) -> Steps | None:
         """Every optimizer step of the next collection, planned and collated for this rank as it is asked for;
         None at the end.
         """
-        started = time.perf_counter()
-        drawn = self._draw()
-        if drawn is None:
+        opened = self._next_open()
+        if opened is None:
             return None
-        kept, layout, facts = drawn
+        self._open, self._resumed, self.given = opened, None, []
+        self._steps = Steps(len(opened.blocks), make=self._batch)
+        self._read_ahead()
+        if opened.pending is None:
+            self._count_skips([step in opened.jobs for step in range(len(opened.blocks))])
+        return self._steps
+
+    def _next_open(self) -> OpenCollection | None:
+        if self._resumed is not None:
+            return self._reopened(self._resumed)
+        started = time.perf_counter()
+        if self._ahead is None:
+            found: Drawn | OpenCollection | None = self._draw(self.collections_drawn)
+        else:
+            ahead, self._ahead = self._ahead, None
+            found = ahead.result()
+        if found is None:
+            return None
+        if isinstance(found, Drawn):
+            found = self._opened(found, version=self.policy_version)
         self.collections_drawn += 1
-        facts["time/rollout_s"] = time.perf_counter() - started
-        blocks = [[kept[i] for i in block] for block in self._cut(kept, facts=facts)] or [[]]
-        steps = Steps(
-            len(blocks), make=lambda step: self._batch(step, blocks=blocks, layout=layout, facts=facts)
+        _tell(found.drawn.notes)
+        found.drawn.facts["time/rollout_s"] = time.perf_counter() - started
+        return found
+
+    def _draw(self, index: int) -> Drawn | None:
+        version = self.policy_version if self.source.generates else None
+        return draw(self.config, source=self.source, planner=self.planner, index=index, version=version)
+
+    def _opened(self, drawn: Drawn, *, version: int) -> OpenCollection:
+        """Cut a collection into steps and let the planner start on them."""
+        blocks = cut(
+            drawn,
+            config=self.config,
+            generates=self.source.generates,
+            version=version,
+            world_size=self.strategy.world_size,
         )
+        return self._planned(drawn, blocks=blocks or [[]])
+
+    def _planned(
+        self, drawn: Drawn, *, blocks: list[list[Sample]], pending: Pending | None = None
+    ) -> OpenCollection:
         trained = [step for step, samples in enumerate(blocks) if can_train(samples)]
-        self.planner.begin([blocks[step] for step in trained], layout=layout)
-        self._trained = {step: job for job, step in enumerate(trained)}
-        self._steps = steps
-        self.steps_left = len(steps)
-        self._count_skips([step in self._trained for step in range(len(blocks))])
-        return steps
+        records = [None] * len(blocks) if pending is None else pending.plans
+        trained_steps = len(trained) if pending is None else pending.trained_steps
+        plans = self.planner.begin(
+            [blocks[step] for step in trained],
+            counts=drawn.counts,
+            collection_steps=trained_steps,
+            records=[records[step] for step in trained],
+        )
+        return OpenCollection(
+            drawn=drawn,
+            blocks=blocks,
+            jobs={step: job for job, step in enumerate(trained)},
+            plans=plans,
+            records=list(records),
+            steps_in_collection=len(blocks) if pending is None else pending.steps_in_collection,
+            trained_steps=trained_steps,
+            pending=pending,
+        )
+
+    def _reopened(self, pending: Pending) -> OpenCollection:
+        """What a checkpoint left of a collection: from the checkpoint itself, or from its file."""
+        if pending.samples is not None:
+            counts = self.planner.count(self.config.model.expert_layout if self.config.replay else None)
+            counts.arrive(pending.samples)
+            drawn = Drawn(
+                index=self.collections_drawn - 1,
+                samples=pending.samples,
+                counts=counts,
+                facts={},
+                source=pending.source,
+                filtered=False,
+            )
+        elif self.source.generates:
+            raise Refusal(
+                f"ckpt_path: the checkpoint lies inside {pending.source}, and this run generates: resume it "
+                "with rollouts=files and the same rollouts.path"
+            )
+        else:
+            found = self._draw(self.collections_drawn - 1)
+            if found is None:
+                raise Refusal(
+                    f"ckpt_path: the checkpoint lies inside {pending.source}, file "
+                    f"{self.collections_drawn} of rollouts.path, which holds fewer now: restore it"
+                )
+            drawn = found
+            _tell(drawn.notes)
+        blocks, left_out = pending.blocks(drawn.samples, world_size=self.strategy.world_size)
+        drawn.facts = dict(pending.facts)
+        if left_out:
+            drawn.facts["batch/left_out"] = drawn.facts.get("batch/left_out", 0.0) + left_out
+        return self._planned(drawn, blocks=blocks, pending=pending)
+
+    def _read_ahead(self) -> None:
+        """Start on the next file, where one may still be trained."""
+        opened, steps = self._open, cast(Any, self.trainer).max_steps
+        assert opened is not None
+        assert self._reader is not None
+        wanted = steps in (-1, None) or self.policy_version + len(opened.jobs) < steps
+        if self.source.generates or not (self.planner.searches and self.config.balance.overlap) or not wanted:
+            return
+        index = self.collections_drawn
+
+        def read() -> Drawn | OpenCollection | None:
+            drawn = self._draw(index)
+            if drawn is None or self.config.rollouts.max_lag is not None:
+                return drawn
+            return self._opened(drawn, version=0)  # nothing is too old
+
+        self._ahead = self._reader.submit(read)
 
     def _count_skips(self, trains: list[bool]) -> None:
         """Refuse to go on drawing for ever where nothing can train."""
@@ -157,90 +305,37 @@ class RolloutDataModule(LightningDataModule):
                 "easier task, or turn batch.filter_zero_variance and batch.filter_truncated off"
             )
 
-    def _draw(self) -> tuple[list[Sample], ExpertLayout | None, dict[str, float]] | None:
-        """Draw until the collection is full or attempts end; samples that survive the filters, and the
-        counts.
+    # Batches
+
+    def _batch(self, step: int) -> PackedBatch:
+        """Step `step` of the open collection. The first one that trains carries them all: it scores them,
+        unless a checkpoint brought their scores.
         """
-        config, source = self.config, self.source
-        attempts = config.rollouts.max_attempts if source.generates else 1
-        kept: list[Sample] = []
-        drawn: list[Sample] = []
-        counts: dict[str, float] = {}
-        layout: ExpertLayout | None = None
-        rounds = 0
-        while rounds < attempts and (not kept or len(kept) < self.samples_per_collection):
-            missing = self.samples_per_collection - len(kept)
-            groups = -(-missing // config.rollouts.group_size)
-            collection = source.draw(self.collections_drawn, attempt=rounds, groups=groups)
-            if collection is None:
-                return None
-            rounds += 1
-            layout = collection.layout if config.replay else None
-            survivors, found = self._filter(collection)
-            kept += survivors
-            drawn += collection.samples
-            for name, count in found.items():
-                counts[name] = counts.get(name, 0) + count
-        facts = {f"batch/{name}": float(count) for name, count in counts.items()}
-        facts |= {"rollouts/rounds": float(rounds), "rollouts/samples": float(len(drawn))} | _describe(drawn)
-        return kept, layout, facts
-
-    def _filter(self, collection: Collection) -> tuple[list[Sample], dict[str, int]]:
-        """Advantages by group id, then the configured filters: over-age, zero variance, truncated."""
-        config = self.config
-        counts = dict(assign_advantages(collection.samples, normalize=config.loss.normalize_advantages))
-        samples = collection.samples
-        if config.rollouts.max_lag is not None:
-            oldest = self.policy_version - config.rollouts.max_lag
-            young = [sample for sample in samples if sample.policy_version >= oldest]
-            counts["over_age"] = len(samples) - len(young)
-            samples = young
-        samples, filtered = filter_samples(samples, config=config.batch)
-        return samples, counts | dict(filtered)
-
-    def _cut(self, samples: list[Sample], *, facts: dict[str, float]) -> list[list[int]]:
-        """Positions of each optimizer step. A generating source that stayed short trains what it has in one
-        step.
-        """
-        size = self.config.batch.samples_per_step
-        if self.source.generates and size is not None and 0 < len(samples) < size:
-            size = len(samples) - len(samples) % self.strategy.world_size
-        if not samples or size == 0:
-            facts["batch/left_out"] = float(len(samples))
-            return []
-        blocks, _ = cut_into_steps(len(samples), samples_per_step=size, world_size=self.strategy.world_size)
-        if self.source.generates:
-            blocks = blocks[: self.config.batch.steps_per_collection]
-        facts["batch/left_out"] = float(len(samples) - sum(len(block) for block in blocks))
-        return [list(block) for block in blocks]
-
-    def _batch(
-        self,
-        step: int,
-        *,
-        blocks: Sequence[list[Sample]],
-        layout: ExpertLayout | None,
-        facts: dict[str, float],
-    ) -> PackedBatch:
-        """Step `step` of the collection. The first one that trains carries them all: it scores them."""
-        samples, job = blocks[step], self._trained.get(step)
+        opened = self._open
+        assert opened is not None
+        samples, job = opened.blocks[step], opened.jobs.get(step)
+        facts = dict(opened.drawn.facts) if step == opened.told_by else {}
         if job is None:
             batch = self._empty_batch(facts)
         else:
             started = time.perf_counter()
-            planned = self.planner.hand_over(job)
+            planned = self.planner.hand_over(opened.plans, index=job)
             waited = time.perf_counter() - started
-            batch = self._collated(samples, planned=planned, layout=layout)
-            batch.facts = facts | self._facts(samples, planned=planned) | {"time/plan_ms": 1000 * waited}
-        batch.steps_in_collection = len(blocks)
-        if job == 0:
+            batch = self._collated(samples, planned=planned, drawn=opened.drawn)
+            facts |= planned.facts(samples, budget=self.config.budget)
+            collated = time.perf_counter() - started - waited
+            batch.facts = facts | {"time/plan_ms": 1000 * waited, "time/collate_s": collated}
+        batch.source = opened.drawn.source
+        batch.steps_in_collection = opened.steps_in_collection
+        anchors = {} if opened.pending is None else opened.pending.anchors
+        if anchors:
+            batch.anchors = [anchors_of_pack(pack, anchors=anchors) for pack in batch.packs]
+        elif job == 0:
             batch.collection = self._steps
         return batch
 
-    def _collated(
-        self, samples: list[Sample], *, planned: PlannedStep, layout: ExpertLayout | None
-    ) -> PackedBatch:
-        topology, plan = self.strategy.topology, planned.schedule.plan
+    def _collated(self, samples: list[Sample], *, planned: PlannedStep, drawn: Drawn) -> PackedBatch:
+        topology, plan, layout = self.strategy.topology, planned.schedule.plan, drawn.counts.layout
         batch = batch_of_rank(
             samples,
             plan=plan,
@@ -248,33 +343,20 @@ class RolloutDataModule(LightningDataModule):
             layout=layout,
             topology=topology,
             budget=self.config.budget,
+            padding=self.config.padding,
         )
         batch.schedule = planned.schedule
         # One EP rank receives everything: nothing to compare.
         if planned.loads is not None and layout is not None and topology.ep_degree > 1:
-            stride = self.config.balance.layer_stride
             batch.forecast = Forecast.of(
-                plan, loads=planned.loads, layout=layout, topology=topology, layer_stride=stride
+                plan,
+                loads=planned.loads,
+                layout=layout,
+                topology=topology,
+                layer_stride=self.config.balance.layer_stride,
+                pads=planned.pads,
             )
         return batch
-
-    def _facts(self, samples: list[Sample], *, planned: PlannedStep) -> dict[str, float]:
-        plan, work = planned.schedule.plan, planned.schedule.after
-        tokens, packs = sum(len(sample) for sample in samples), plan.packs_per_rank * plan.world_size
-        facts = {
-            "packing/packs": float(plan.packs_per_rank),
-            "packing/samples_per_pack": len(samples) / packs,
-            "packing/tokens_per_pack": tokens / packs,
-            "packing/fill": tokens / (packs * self.config.budget),
-        }
-        if work.skew_mean is not None and work.skew_max is not None:
-            facts["packing/expert_dispatch_skew_mean"] = work.skew_mean
-            facts["packing/expert_dispatch_skew_max"] = work.skew_max
-        if self.planner.searches:
-            facts["balance/gap_before"], facts["balance/gap"] = planned.schedule.gaps
-            if planned.loads is not None:
-                facts["balance/placement_floor"] = placement_floor(planned.loads)
-        return facts
 
     def _empty_batch(self, facts: dict[str, float]) -> PackedBatch:
         return PackedBatch(
@@ -292,18 +374,6 @@ class RolloutDataModule(LightningDataModule):
         return self._planner
 
     @property
-    def samples_per_collection(self) -> int:
-        """Samples that fill a collection; 1 for file sources, whose collections are what they are."""
-        size = self.config.batch.samples_per_step
-        if not self.source.generates:
-            return 1
-        if size is None:
-            raise Refusal(
-                "batch.samples_per_step=null needs rollouts=files: a generating source has no file to fill"
-            )
-        return size * self.config.batch.steps_per_collection
-
-    @property
     def strategy(self) -> ExpertParallelStrategy:
         return cast(ExpertParallelStrategy, cast(Any, self.trainer).strategy)
 
@@ -312,14 +382,6 @@ class RolloutDataModule(LightningDataModule):
         return int(cast(Any, self.trainer).global_step)
 
 
-def _describe(samples: list[Sample]) -> dict[str, float]:
-    """Means over all samples drawn, before any filter."""
-    if not samples:
-        return {}
-    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
-    finite = rewards[np.isfinite(rewards)]
-    return {
-        "reward/mean": float(finite.mean()) if finite.size else 0.0,
-        "rollouts/response_tokens": float(np.mean([sample.response_mask.sum() for sample in samples])),
-        "rollouts/truncated": float(np.mean([sample.finish_reason == "length" for sample in samples])),
-    }
+def _tell(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        rank_zero_only(print)(note, flush=True)

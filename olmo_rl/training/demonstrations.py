@@ -1,97 +1,179 @@
-"""Supervised batches: prompts with their answers, packed by the same packer, live routing. Serves SFT and
-warm starts.
+"""Supervised batches: documents with answers, packed by the same packer, live routing. Serves SFT and warm
+starts.
+
+Owns what a supervised step is made of and the count of steps drawn; a source says which documents come next.
+Refuses demonstrations longer than the model's context and data that do not fill one step.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import Any, cast
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from olmo_rl.config import Config
+from olmo_rl.data.chat import supervised_sample
 from olmo_rl.data.collate import batch_of_rank
 from olmo_rl.data.packs import PackedBatch
-from olmo_rl.data.tasks import Problem, Task
+from olmo_rl.data.tasks import Problem, Task, demonstration
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.planning.packing import plan_step, unpacked_plan
+from olmo_rl.training.steps import StepLoader
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 
 
-class DemonstrationDataModule(LightningDataModule):
-    """Endless supervised steps of `samples_per_step` demonstrations, drawn by (seed, step) alone, so that
-    resuming at a step continues where the run left off.
+class SupervisedSource(Protocol):
+    """Where documents come from. Every rank draws alike; state travels with checkpoints."""
+
+    def draw(self, count: int) -> list[Sample]:
+        """The next `count` documents, the same on all ranks; fewer only where the data end."""
+        ...
+
+    def facts(self) -> dict[str, float]:
+        """Metrics of the source after the last draw."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class SupervisedDataModule(LightningDataModule):
+    """Steps of `samples_per_step` documents until the source ends; there, what does not fill a step is left
+    out and said. State: steps drawn, and the source's.
     """
 
-    def __init__(self, config: Config, *, task: Task, tokenizer: Tokenizer, samples_per_step: int) -> None:
+    def __init__(self, config: Config, *, source: SupervisedSource, samples_per_step: int) -> None:
         super().__init__()
         self.config = config
-        self.steps_left = 0
-        self._task = task
-        self._tokenizer = tokenizer
+        self.source = source
+        self.given: list[PackedBatch] = []
+        self.steps_drawn = 0
         self._samples_per_step = samples_per_step
 
     @override
-    def train_dataloader(self) -> DemonstrationDataModule:
-        return self
+    def train_dataloader(self) -> StepLoader:
+        return StepLoader(self)
 
-    def __len__(self) -> int:
-        return int(cast(Any, self.trainer).max_steps)
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """A step counts once its update ended: a draw that was refused, or an update that failed, will be
+        drawn again.
+        """
+        return self._after if self.given and self.given[-1].finished else self._before
 
-    def __iter__(self) -> Iterator[PackedBatch]:
-        for step in itertools.count(int(cast(Any, self.trainer).global_step)):
-            yield self._batch(step)
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps_drawn = state_dict["steps_drawn"]
+        self.source.load_state_dict(state_dict["source"])
 
-    def _batch(self, step: int) -> PackedBatch:
-        strategy = cast(ExpertParallelStrategy, cast(Any, self.trainer).strategy)
-        seed = _step_seed(self.config.seed, step)
-        problems = strategy.from_rank_zero(lambda: self._task.problems(self._samples_per_step, seed=seed))
-        samples = [self._sample(problem, id=f"step{step}-{i}") for i, problem in enumerate(problems)]
-        lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-        budget = self.config.budget
-        if self.config.packed:
-            ids = [sample.id for sample in samples]
-            plan = plan_step(lengths, budget=budget, topology=strategy.topology, ids=ids)
-        else:
-            plan = unpacked_plan(lengths, topology=strategy.topology)
-        batch = batch_of_rank(
-            samples,
-            plan=plan,
-            rank=strategy.global_rank,
-            layout=None,
-            topology=strategy.topology,
-            budget=budget,
-        )
-        cells = plan.packs_per_rank * plan.world_size
-        batch.facts = {
-            "packing/packs": float(plan.packs_per_rank),
-            "packing/fill": float(lengths.sum()) / (cells * budget),
-            "packing/samples_per_pack": len(samples) / cells,
-            "packing/tokens_per_pack": float(lengths.sum()) / cells,
-        }
-        return batch
+    def next_collection(self) -> Sequence[PackedBatch] | None:
+        """One step, or None at the end."""
+        started = time.perf_counter()
+        self._before, self.given = self._state(), []
+        samples = self.source.draw(self._samples_per_step)
+        if len(samples) < self._samples_per_step:
+            self._end(len(samples))
+            return None
+        self.steps_drawn += 1
+        self._after = self._state()
+        batch = supervised_batch(samples, config=self.config, strategy=self.strategy)
+        batch.facts |= self.source.facts() | {"time/data_s": time.perf_counter() - started}
+        return [batch]
+
+    def _state(self) -> dict[str, Any]:
+        return {"steps_drawn": self.steps_drawn, "source": self.source.state_dict()}
+
+    def _end(self, left: int) -> None:
+        if self.steps_drawn == 0:
+            raise Refusal(
+                f"sft.epochs={self.config.sft.epochs}: the data hold {left} conversations, fewer than the "
+                f"batch.samples_per_step={self._samples_per_step} of one update: lower it or raise sft.epochs"
+            )
+        if left:
+            note = f"{left} conversations at the end do not fill an update and are left out"
+            rank_zero_only(print)(note, flush=True)
+
+    @property
+    def strategy(self) -> ExpertParallelStrategy:
+        return cast(ExpertParallelStrategy, cast(Any, self.trainer).strategy)
+
+
+def supervised_batch(
+    samples: Sequence[Sample], *, config: Config, strategy: ExpertParallelStrategy
+) -> PackedBatch:
+    """One step of `samples` in their order, as this rank runs it."""
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
+    ids = [sample.id for sample in samples]
+    if config.packed:
+        plan = plan_step(lengths, budget=config.budget, topology=strategy.topology, ids=ids)
+    else:
+        plan = unpacked_plan(lengths, topology=strategy.topology, ids=ids)
+    batch = batch_of_rank(
+        samples,
+        plan=plan,
+        rank=strategy.global_rank,
+        layout=None,
+        topology=strategy.topology,
+        budget=config.budget,
+        padding=config.padding,
+    )
+    cells = plan.packs_per_rank * plan.world_size
+    batch.facts = {
+        "packing/packs": float(plan.packs_per_rank),
+        "packing/fill": float(lengths.sum()) / (cells * config.budget),
+        "packing/samples_per_pack": len(samples) / cells,
+        "packing/tokens_per_pack": float(lengths.sum()) / cells,
+        "sft/tokens": float(lengths.sum()),
+        "sft/scored_tokens": float(batch.normalisers.tokens),
+    }
+    return batch
+
+
+class TaskDemonstrations:
+    """A task's problems with their answers, without end, drawn by (seed, number of the draw) alone."""
+
+    def __init__(
+        self, config: Config, *, task: Task, tokenizer: Tokenizer, strategy: ExpertParallelStrategy
+    ) -> None:
+        self._config = config
+        self._task = task
+        self._tokenizer = tokenizer
+        self._strategy = strategy
+        self._draws = 0
+
+    def draw(self, count: int) -> list[Sample]:
+        """Rank 0 chooses: another process might make problems otherwise."""
+        seed = _step_seed(self._config.seed, self._draws)
+        problems = self._strategy.from_rank_zero(lambda: self._task.problems(count, seed=seed))
+        samples = [self._sample(problem, id=f"step{self._draws}-{i}") for i, problem in enumerate(problems)]
+        self._draws += 1
+        return samples
+
+    def facts(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"draws": self._draws}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._draws = state["draws"]
 
     def _sample(self, problem: Problem, *, id: str) -> Sample:
-        prompt = self._tokenizer.encode(problem.prompt)
-        answer = [*self._tokenizer.encode(problem.answer), self._tokenizer.eos_id]
+        prompt, answer = demonstration(problem, tokenizer=self._tokenizer)
         tokens = np.array([*prompt, *answer], dtype=np.int32)
-        if len(tokens) > self.config.model.max_seq_len:
+        if len(tokens) > self._config.model.max_seq_len:
             raise Refusal(
                 f"problem {problem.id}: prompt and answer have {len(tokens)} tokens, more than "
-                f"model.max_seq_len={self.config.model.max_seq_len}: raise it, or choose easier problems"
+                f"model.max_seq_len={self._config.model.max_seq_len}: raise it, or choose easier problems"
             )
-        return Sample(
-            id=id,
-            group=id,
-            tokens=tokens,
-            response_mask=np.arange(len(tokens)) >= len(prompt),
-            behavior_logprobs=np.zeros(len(tokens), dtype=np.float32),
-            reward=0.0,
-        )
+        return supervised_sample(id, tokens, trained=np.arange(len(tokens)) >= len(prompt))
 
 
 def _step_seed(seed: int, step: int) -> int:

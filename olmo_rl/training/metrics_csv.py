@@ -13,6 +13,8 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from olmo_rl.run_directory import whole_lines
+
 
 class MetricsCsv(Logger):
     """Rows keyed by `step`. Columns grow when a new metric appears; a row for a step already present replaces
@@ -61,6 +63,7 @@ class MetricsCsv(Logger):
         """Pick up the rows of the run that this one continues."""
         if self._rows or not self._path.is_file():
             return
+        whole_lines(self._path)
         with self._path.open(newline="") as file:
             reader = csv.DictReader(file)
             self._columns = list(reader.fieldnames or ["step"])

@@ -9,26 +9,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from olmo_rl.backends import choose_attention
+from olmo_rl.backends import attention_of, backends_of, linear_of
 from olmo_rl.config import Config, OnNonfinite
 from olmo_rl.data.packs import PackedBatch, RouteMode
-from olmo_rl.policy import titan
+from olmo_rl.hf_config import is_hf_directory
+from olmo_rl.policy import sharded
+from olmo_rl.policy.compiling import Graph
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import load_weights
+from olmo_rl.policy.interop import fill, load_weights
+from olmo_rl.policy.kernels import refuse_gpu
+from olmo_rl.policy.logprobs import check_logprobs
+from olmo_rl.training.guards import nonfinite, refuse_disagreement
+from olmo_rl.training.reference import FrozenReference, build_reference, check_fingerprint, check_recorded
 from olmo_rl.training.scoring import Decision, ScoringSchedule
+from olmo_rl.training.stopwatch import Stopwatch
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import Objective, PackReport, UpdateReport, run_pack, score_pack
+from olmo_rl.training.transfer import moved
+from olmo_rl.training.update import Objective, PackReport, run_pack, score_pack
+from olmo_rl.training.update_report import UpdateReport
 
 
 class PolicyModule(LightningModule):
-    """A decoder trained by `objective`. `report` describes the last update, None after a skipped one.
+    """A decoder trained by `objective`. `report` describes the last update, None after a skipped one;
+    `new_graphs` are what it compiled.
 
     `publish` is called with full weights and the policy version before the first update and after every
     update.
@@ -40,12 +52,15 @@ class PolicyModule(LightningModule):
         self.config = config
         self.objective = objective
         self.decoder: HybridDecoder | None = None
-        self.weights: titan.FullWeights | None = None
+        self._weights: sharded.FullWeights | None = None
+        self.reference: FrozenReference | None = None
         self.publish: Callable[[dict[str, Tensor], int], None] | None = None
         self.on_predict: Callable[[Any], None] | None = None
         self.on_pack: Callable[[int, int], None] | None = None
         self.report: UpdateReport | None = None
+        self.new_graphs: list[Graph] = []
         self.skipped_updates = 0
+        self._watch = Stopwatch(torch.device("cpu"))
         self._nonfinite_in_a_row = 0
         self.schedule = ScoringSchedule(config=config)
 
@@ -56,6 +71,15 @@ class PolicyModule(LightningModule):
         return self.decoder
 
     @property
+    def weights(self) -> sharded.FullWeights:
+        """Gathers full weights. Built at the first use, on all ranks at once: it costs more than a full copy,
+        which a run over files never needs.
+        """
+        if self._weights is None:
+            self._weights = sharded.FullWeights(self.policy)
+        return self._weights
+
+    @property
     def strategy(self) -> ExpertParallelStrategy:
         return cast(ExpertParallelStrategy, self.trainer.strategy)
 
@@ -63,15 +87,32 @@ class PolicyModule(LightningModule):
     def configure_model(self) -> None:
         if self.decoder is not None:
             return
+        check_logprobs(self.config.policy.logprobs)
+        if self.device.type == "cuda":
+            refuse_gpu(backends_of(self.config), capability=torch.cuda.get_device_capability(self.device))
+        self.decoder = self._build(self.config.init_from)
+        if self.objective.anchored and self.trainer.state.fn is TrainerFn.FITTING:
+            self.reference = build_reference(self.config, strategy=self.strategy, build=self._build)
+
+    def _build(self, weights: str | None) -> HybridDecoder:
+        """A decoder, sharded, with the weights at a path, None: the initial ones of this seed.
+
+        A Hugging Face directory fills the shards, and no rank ever holds the whole; tied embeddings are one
+        parameter that empty modules would make two, so that such a model is filled before it is sharded.
+        """
         config = self.config
-        attention = choose_attention(config.policy.attention.value, packed=config.packed)
-        decoder = HybridDecoder(config.model, attention=attention)
-        decoder.init_weights(config.seed)
-        if config.init_from is not None:
-            load_weights(decoder, config.init_from)
+        key = "init_from" if weights == config.init_from else "loss.reference"
+        streamed = weights is not None and is_hf_directory(weights) and not config.model.tie_embeddings
+        with torch.device("meta") if streamed else nullcontext():
+            decoder = HybridDecoder(config.model, attention=attention_of(config), linear=linear_of(config))
+        if not streamed:
+            decoder.init_weights(config.seed)
+            if weights is not None:
+                load_weights(decoder, weights, key=key)
         self.strategy.parallelize(decoder)
-        self.decoder = decoder
-        self.weights = titan.FullWeights(decoder)
+        if streamed:
+            fill(decoder, cast(str, weights), key=key)
+        return decoder
 
     @override
     def configure_optimizers(self) -> Any:
@@ -104,18 +145,30 @@ class PolicyModule(LightningModule):
     def publish_weights(self) -> None:
         """Hand full weights to whoever generates. Every rank takes part in the gather."""
         if self.publish is not None:
-            assert self.weights is not None
             self.publish(self.weights.gather(), self.trainer.global_step)
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """An update moves its packs itself, one ahead of the computation."""
+        if self.trainer.training:
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, batch: PackedBatch, batch_idx: int) -> None:
         self.report = None
+        self.new_graphs = []
+        cast(Any, self.trainer)._results.reset()  # or every row repeats what only earlier updates told
         if not batch.packs:
             self.skipped_updates += 1  # the contract log tells it; metrics.csv holds updates
+            batch.finished = True
             return
         started = time.perf_counter()
-        decision = self._prepare_anchors(batch)
-        reports = self._accumulate_gradients(batch, decision=decision)
+        self._watch = Stopwatch(self.device)
+        with self._watch.lap("score"):
+            decision = self._prepare_anchors(batch)
+            references = self._score_reference(batch)
+        reports = self._accumulate_gradients(batch, decision=decision, references=references)
         report = UpdateReport.of(
             reports,
             batch=batch,
@@ -125,16 +178,30 @@ class PolicyModule(LightningModule):
             sum_over_ranks=self.strategy.sum_over_ranks,
             max_over_ranks=self.strategy.max_over_ranks,
         )
-        report.grad_norm = float(titan.clip_grad_norm(self.policy, max_norm=self.config.optim.max_grad_norm))
+        with self._watch.lap("optimizer"):
+            norm = sharded.clip_grad_norm(self.policy, max_norm=self.config.optim.max_grad_norm)
+        report.grad_norm = float(norm)
         report.lr = self.trainer.optimizers[0].param_groups[0]["lr"]
         if self._may_step(report, reports=reports):
-            self._step()
+            with self._watch.lap("optimizer"):
+                self._step()
+        batch.finished = True  # from here on a checkpoint goes on with the next step
+        report.phases = self._watch.seconds()
         report.seconds = time.perf_counter() - started
         report.publish_seconds = self._timed_publish()
         self.report = report
+        compiled = self._look_for_graphs()
         report.warn_of_mismatch(update=self.trainer.global_step)
         if report.stepped:
-            self._log(report.metrics() | batch.facts | {"batch/skipped_updates": float(self.skipped_updates)})
+            skipped = {"batch/skipped_updates": float(self.skipped_updates)}
+            self._log(report.metrics() | batch.facts | skipped | compiled)
+
+    def _look_for_graphs(self) -> dict[str, float]:
+        """Keep what was compiled since the last update; the number of graphs so far as a metric."""
+        if self.strategy.graphs is None:
+            return {}
+        self.new_graphs = self.strategy.graphs.new()
+        return {"compile/graphs": float(self.strategy.graphs.total)}
 
     def _prepare_anchors(self, batch: PackedBatch) -> Decision:
         """Score where this update needs it. With several steps per collection all of them are scored before
@@ -150,26 +217,43 @@ class PolicyModule(LightningModule):
         elif decision is Decision.checked:
             wanted = (batch,)
         for step in wanted:
-            packs = step.to(self.device).packs
+            packs = moved(step.packs, device=self.device)
             step.anchors = [score_pack(pack, strategy=self.strategy, mode=self.mode) for pack in packs]
         return decision
 
-    def _accumulate_gradients(self, batch: PackedBatch, *, decision: Decision) -> list[PackReport]:
+    def _score_reference(self, batch: PackedBatch) -> list[Tensor] | None:
+        """Log-probs of the frozen reference for every pack, None where it has no part. Its weights never
+        change, so each step is scored when it trains.
+        """
+        if self.config.loss.kl_coef == 0 or not self.objective.anchored:
+            return None
+        check_recorded(batch.samples, frozen=self.reference is not None)
+        if self.reference is None:
+            return None
+        return self.reference.score(moved(batch.packs, device=self.device), strategy=self.strategy)
+
+    def _accumulate_gradients(
+        self, batch: PackedBatch, *, decision: Decision, references: list[Tensor] | None
+    ) -> list[PackReport]:
         reports = []
         count = len(batch.packs)
-        for index, pack in enumerate(batch.packs):
-            titan.set_gradient_sync(self.policy, last=index == count - 1)
-            report = run_pack(
-                pack,
-                strategy=self.strategy,
-                mode=self.mode,
-                objective=self.objective,
-                config=self.config,
-                batch=batch,
-                scored=None if batch.anchors is None else batch.anchors[index],
-                anchor_is_scored=decision is Decision.standalone,
-            )
-            self.manual_backward(report.loss)
+        packs = moved(batch.packs, device=self.device, watch=self._watch)
+        for index, pack in enumerate(packs):
+            sharded.set_gradient_sync(self.policy, last=index == count - 1)
+            with self._watch.lap("forward"):
+                report = run_pack(
+                    pack,
+                    strategy=self.strategy,
+                    mode=self.mode,
+                    objective=self.objective,
+                    config=self.config,
+                    batch=batch,
+                    scored=None if batch.anchors is None else batch.anchors[index].to(self.device),
+                    anchor_is_scored=decision is Decision.standalone,
+                    reference=None if references is None else references[index],
+                )
+            with self._watch.lap("backward"):
+                self.manual_backward(report.loss)
             report.loss = report.loss.detach()
             reports.append(report)
             if self.on_pack is not None:
@@ -178,10 +262,11 @@ class PolicyModule(LightningModule):
 
     def _may_step(self, report: UpdateReport, *, reports: list[PackReport]) -> bool:
         """Whether the optimizer may step: agreed by all ranks, since loss and norm are global."""
+        update, gather = self.trainer.global_step + 1, self.strategy.gather_objects
         if report.finite:
             self._nonfinite_in_a_row = 0
             if self.objective.anchored:
-                report.check_scoring(self.config.scoring)
+                refuse_disagreement(report, reports=reports, update=update, config=self.config, gather=gather)
             return True
         if self.config.loss.on_nonfinite is OnNonfinite.skip:
             cast(torch.optim.Optimizer, self.optimizers()).zero_grad()
@@ -190,14 +275,8 @@ class PolicyModule(LightningModule):
             self._nonfinite_in_a_row += 1
             if self._nonfinite_in_a_row <= self.config.batch.max_skips:
                 return False
-        mine = [id for one in reports for id in one.result.suspects]
-        suspects = [id for part in self.strategy.gather_objects(mine) for id in part]
-        where = f"samples {', '.join(suspects)}" if suspects else "the gradient only, every loss was finite"
-        raise FloatingPointError(
-            f"update {self.trainer.global_step + 1}: loss {report.totals['loss/total']}, gradient norm "
-            f"{report.grad_norm}: {where}. Nothing was stepped; loss.on_nonfinite=skip would count such "
-            "updates and go on"
-        )
+        in_a_row = self._nonfinite_in_a_row
+        raise nonfinite(report, reports=reports, update=update, skips_in_a_row=in_a_row, gather=gather)
 
     def _step(self) -> None:
         optimizer = cast(torch.optim.Optimizer, self.optimizers())
@@ -222,10 +301,12 @@ class PolicyModule(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["skipped_updates"] = self.skipped_updates
+        checkpoint["reference"] = None if self.reference is None else self.reference.fingerprint
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.skipped_updates = checkpoint["skipped_updates"]
+        check_fingerprint(self.reference, expected=checkpoint.get("reference"), config=self.config)
 
 
 def parameter_groups(decoder: nn.Module) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Where collections come from: the local engine, or files. Owns generation shared over ranks.
+"""Where collections come from: an engine of this process, serving engines, or files. Owns generation shared
+over ranks.
 
 A source draws one round at a time; filters and the cut into optimizer batches are the DataModule's. Every
 rank calls `draw` with equal arguments and receives equal collections, so every rank meets the same
@@ -7,11 +8,13 @@ collectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_only
 
 from olmo_rl.config import Config
 from olmo_rl.data.files import collection_paths
@@ -19,7 +22,8 @@ from olmo_rl.data.preflight import read_for
 from olmo_rl.data.tasks import Problem
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
-from olmo_rl.training.build import LocalRollouts
+from olmo_rl.rollouts.engines import Counts, RemoteEngine
+from olmo_rl.training.build import RolloutParts
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Collection, Sample
 
@@ -32,7 +36,9 @@ class Source(Protocol):
     generates: bool
 
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
-        """Collection `index`, round `attempt`, about `groups` groups; None when the source is exhausted."""
+        """Collection `index`, round `attempt`, about `groups` groups; None when the source is exhausted. A
+        source that does not generate is asked from a thread, ahead of time, and must not communicate.
+        """
         ...
 
 
@@ -50,32 +56,73 @@ class FileSource:
         del groups
         if attempt > 0 or index >= len(self.paths):
             return None
-        collection = read_for(self._config, path=self.paths[index])
-        for note in collection.notes:
-            rank_zero_only(print)(note, flush=True)
-        return collection
+        return read_for(self._config, path=self.paths[index])
 
 
-class LocalSource:
-    """Prompts of a task answered by the local engine; ranks share the requests and exchange the samples."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class Asked:
+    """The requests of one round over all ranks, as (group, id, problem), this rank's, and its answers."""
+
+    key: tuple[int, int, int]
+    requests: list[tuple[str, str, Problem]]
+    mine: list[tuple[str, str, Problem]]
+    answers: Callable[[], Sequence[Generation | None]]
+    counts: Counts | None = None  # of a serving engine, whole once the answers are there
+
+
+class GeneratingSource:
+    """Prompts of a task answered by an engine; ranks share the requests and exchange the samples.
+
+    With serving engines and `rollouts.max_lag` of at least 2 x `batch.steps_per_collection` - 1 the next
+    collection is generated while the present one trains: one collection behind the weights, no more.
+    """
 
     generates = True
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        local: LocalRollouts,
-        strategy: ExpertParallelStrategy,
-    ) -> None:
+    def __init__(self, config: Config, *, parts: RolloutParts, strategy: ExpertParallelStrategy) -> None:
         self._config = config
-        self._task = local.task
-        self._tokenizer = local.tokenizer
-        self._engine = local.engine
+        self._task = parts.task
+        self._tokenizer = parts.tokenizer
+        self._engine = parts.engine
         self._strategy = strategy
         self._layout = config.model.expert_layout
+        self._ahead: Asked | None = None
 
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
+        key = (index, attempt, groups)
+        asked = self._ahead
+        if asked is None or asked.key != key:
+            asked = self._ask(key)
+        answers = asked.answers()
+        samples = [
+            self._sample(group, id=id, problem=problem, generation=generation)
+            for (group, id, problem), generation in zip(asked.mine, answers, strict=True)
+            if generation is not None
+        ]
+        counted = {} if asked.counts is None else asked.counts.metrics()
+        parts = self._strategy.gather_objects((samples, counted))
+        by_id = {sample.id: sample for mine, _ in parts for sample in mine}
+        collection = Collection(
+            samples=[by_id[id] for _, id, _ in asked.requests if id in by_id],
+            layout=self._layout,
+            source=self._config.rollouts.source.value,
+            tokenizer=self._config.model.tokenizer,
+            counts={name: sum(counts[name] for _, counts in parts) for name in parts[0][1]},
+        )
+        if attempt == 0 and self._looks_ahead:
+            self._ahead = self._ask((index + 1, 0, groups))
+        return collection
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether the collection after this one may be as old as it would be."""
+        lag = 2 * self._config.batch.steps_per_collection - 1
+        allowed = self._config.rollouts.max_lag
+        return isinstance(self._engine, RemoteEngine) and allowed is not None and allowed >= lag
+
+    def _ask(self, key: tuple[int, int, int]) -> Asked:
+        """Hand this rank's requests to the engine; serving engines work on them from now on."""
+        index, attempt, groups = key
         rollouts = self._config.rollouts
         seed = _seed(self._config.seed, index, attempt)
         # Some datasets draw from state that differs between processes.
@@ -85,25 +132,20 @@ class LocalSource:
             group = f"c{index}-a{attempt}-p{number}"
             requests += [(group, f"{group}-s{i}", problem) for i in range(rollouts.group_size)]
         mine = requests[self._strategy.global_rank :: self._strategy.world_size]
-        generations = self._engine.generate(
-            [Request(id=id, tokens=self._tokenizer.encode(problem.prompt)) for _, id, problem in mine],
-            max_new_tokens=rollouts.max_new_tokens,
-            stop_token=self._tokenizer.eos_id,
-            temperature=rollouts.temperature,
-            top_p=rollouts.top_p,
-            seed=seed,
-        )
-        samples = [
-            self._sample(group, id=id, problem=problem, generation=generation)
-            for (group, id, problem), generation in zip(mine, generations, strict=True)
-        ]
-        by_id = {sample.id: sample for part in self._strategy.gather_objects(samples) for sample in part}
-        return Collection(
-            samples=[by_id[id] for _, id, _ in requests],
-            layout=self._layout,
-            source="local",
-            tokenizer=self._config.model.tokenizer,
-        )
+        prompts = [Request(id=id, tokens=self._tokenizer.encode(problem.prompt)) for _, id, problem in mine]
+        settings: dict[str, Any] = {
+            "max_new_tokens": rollouts.max_new_tokens,
+            "stop_token": self._tokenizer.eos_id,
+            "temperature": rollouts.temperature,
+            "top_p": rollouts.top_p,
+            "seed": seed,
+        }
+        if isinstance(self._engine, RemoteEngine):
+            counts = Counts()
+            answers = self._engine.start(prompts, counts=counts, **settings).result
+            return Asked(key=key, requests=requests, mine=mine, answers=answers, counts=counts)
+        generate = partial(self._engine.generate, prompts, **settings)
+        return Asked(key=key, requests=requests, mine=mine, answers=generate)
 
     def _sample(self, group: str, *, id: str, problem: Problem, generation: Generation) -> Sample:
         prompt = len(generation.tokens) - len(generation.logprobs)

@@ -29,7 +29,10 @@ from typing_extensions import override
 from olmo_rl.config import Config, Dtype
 from olmo_rl.data.packs import Pack, RouteMode, RouteTrace
 from olmo_rl.policy import titan
-from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder
+from olmo_rl.policy.compiling import GraphLog, compile_regions
+from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder, require_context
+from olmo_rl.policy.logprobs import LogprobRequest
+from olmo_rl.policy.loss import ScoredSlots
 from olmo_rl.types import Topology
 
 T = TypeVar("T")
@@ -46,7 +49,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         super().__init__(timeout=timedelta(seconds=config.strategy.timeout_seconds))
         self.topology = Topology(config.trainer.world_size, config.strategy.ep_degree)
         self.dtype = torch.bfloat16 if config.policy.dtype is Dtype.bfloat16 else torch.float32
+        lower = config.expert_dtype is not config.policy.dtype
+        self.expert_dtype = torch.bfloat16 if lower else None  # None: that of the rows that reach experts
         self.recompute = config.policy.recompute
+        self.compiles, self.static_rows = config.policy.compile, config.packing.pad_to_budget
+        self.graphs: GraphLog | None = None
+        self.compile_backend = "inductor"
+        self.logprobs, self.logprob_chunk = config.policy.logprobs, config.policy.logprob_chunk
         self._dims: titan.ParallelDims | None = None
 
     def join(self) -> None:
@@ -73,13 +82,30 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def parallelize(self, decoder: HybridDecoder) -> None:
-        """Shard a fully initialised decoder in place; one process in float32 leaves it whole."""
-        decoder.to(self.root_device)
+        """Shard a decoder in place; one process in float32 leaves it whole. Its weights are initialised, or
+        it lies on the meta device and gets room for its shards, which the caller fills.
+        """
+        require_context(decoder)
+        empty = next(decoder.parameters()).is_meta
+        if not empty:
+            decoder.to(self.root_device)
+        decoder.set_expert_dtype(self.expert_dtype)
         if self.topology.world_size == 1 and self.dtype is torch.float32:
             decoder.recompute = self.recompute
-            return
-        assert self._dims is not None
-        titan.parallelize(decoder, dims=self._dims, dtype=self.dtype, recompute=self.recompute)
+        else:
+            assert self._dims is not None
+            titan.parallelize(
+                decoder,
+                dims=self._dims,
+                dtype=self.dtype,
+                recompute=self.recompute,
+                device_type=self.root_device.type,
+            )
+        if empty:
+            decoder.to_empty(device=self.root_device)
+        if self.compiles:
+            self.graphs = self.graphs or GraphLog()
+            compile_regions(decoder, static_rows=self.static_rows, backend=self.compile_backend)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -104,14 +130,21 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         pack: Pack,
         *,
         mode: RouteMode,
-        rows: Tensor | None = None,
+        slots: ScoredSlots,
+        entropy: bool = False,
         trace: RouteTrace | None = None,
+        decoder: HybridDecoder | None = None,
     ) -> DecoderOutput:
-        """Run the policy on one pack that lies on `root_device`. Logits [R, V] of `rows` (None = all
-        rows).
+        """Run the policy, or another `decoder`, on one pack that lies on `root_device`: log-probs [S] of its
+        scored slots, and on request their entropies.
         """
-        decoder = cast(Any, self.lightning_module).decoder
-        return cast(DecoderOutput, decoder(pack["tokens"], pack.context(mode=mode, trace=trace), rows))
+        if decoder is None:
+            decoder = cast(Any, self.lightning_module).decoder
+        request = LogprobRequest(
+            targets=pack["tokens"][slots.slots], kind=self.logprobs, chunk=self.logprob_chunk, entropy=entropy
+        )
+        context = pack.context(mode=mode, trace=trace)
+        return cast(DecoderOutput, decoder(pack["tokens"], context, slots.rows, request))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """All-reduced sum of a small tensor; every rank calls it once per update, so counts agree."""

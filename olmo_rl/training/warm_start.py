@@ -11,11 +11,11 @@ from pathlib import Path
 
 from olmo_rl.config import Config
 from olmo_rl.data.tasks import build_task
-from olmo_rl.data.tokenizers import load_tokenizer
+from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.training.build import build_trainer
 from olmo_rl.training.callbacks import ProgressDisplay
-from olmo_rl.training.demonstrations import DemonstrationDataModule
+from olmo_rl.training.demonstrations import SupervisedDataModule, TaskDemonstrations
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import SUPERVISED
@@ -55,11 +55,14 @@ def warm_start(config: Config) -> Config:
     strategy.join()
     if not strategy.broadcast(path.is_file()):
         module = PolicyModule(supervised, objective=SUPERVISED)
-        data = DemonstrationDataModule(
+        source = TaskDemonstrations(
             supervised,
             task=build_task(config.task, seed=config.seed),
-            tokenizer=load_tokenizer(config.model.tokenizer),
-            samples_per_step=config.warm_start.samples_per_step,
+            tokenizer=fitting_tokenizer(config.model),
+            strategy=strategy,
+        )
+        data = SupervisedDataModule(
+            supervised, source=source, samples_per_step=config.warm_start.samples_per_step
         )
         trainer.fit(module, datamodule=data)
         _save(module, path=path)
@@ -70,7 +73,6 @@ def warm_start(config: Config) -> Config:
 
 def _save(module: PolicyModule, *, path: Path) -> None:
     """A collective: every rank gathers, rank 0 writes, nobody goes on before the file is there."""
-    assert module.weights is not None
     weights = module.weights.gather()
     if module.strategy.global_rank == 0:
         save_weights(weights, path)

@@ -1,0 +1,113 @@
+"""What one rank holds: bytes of weights, gradients, Adam state, gathered weights and activations, by formula.
+
+Nothing is measured and nothing is allocated: parameters come from the model on the meta device. Weights,
+gradients and Adam moments are float32 and sharded over all ranks. Activations are an upper bound for one pack
+of the whole budget whose tokens spread evenly over the experts; a skewed batch sends a rank more. Kernels'
+workspaces, the allocator's slack and communication buffers are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from olmo_rl.config import BlockNorms, Config, Dtype, LayerType, LogprobKind, ModelConfig, Recompute, Source
+
+_EXPERT = ".routed_experts."
+_MASTER = 4  # bytes of a float32 weight, gradient or moment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One row: `bytes` of a rank at once, and how they are counted."""
+
+    name: str
+    bytes: int
+    how: str
+
+
+def parameters_of_rank(shapes: Mapping[str, torch.Size], *, world_size: int, ep_degree: int) -> int:
+    """Elements of the largest shard: FSDP cuts dimension 0 of every weight into `world_size` parts, of
+    experts first among `ep_degree` ranks and then over their replicas.
+    """
+    held = 0
+    for name, shape in shapes.items():
+        rows, row = shape[0], math.prod(shape[1:])
+        if _EXPERT not in name:
+            held += math.ceil(rows / world_size) * row
+            continue
+        owned, replicas = rows // ep_degree, world_size // ep_degree
+        held += math.ceil(owned * row / replicas)
+    return held
+
+
+def largest_block(shapes: Mapping[str, torch.Size], *, ep_degree: int) -> int:
+    """Elements of the block that gathers most: dense weights whole, experts of one rank."""
+    blocks: dict[str, int] = {}
+    for name, shape in shapes.items():
+        key = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
+        blocks[key] = blocks.get(key, 0) + math.prod(shape) // (ep_degree if _EXPERT in name else 1)
+    return max(blocks.values())
+
+
+def block_activations(model: ModelConfig, *, layer: int) -> int:
+    """Elements that one token leaves for a block's backward: inputs of its matrices, norms and kernels."""
+    norms = {BlockNorms.before: 2, BlockNorms.after: 2, BlockNorms.both: 4}[model.block_norms] * model.dim
+    if model.layer_types[layer] is LayerType.linear_attention:
+        width = model.kda_heads * model.kda_head_dim
+        mixer = 2 * model.dim + 14 * width  # q, k, v around convolution and norm, decays, gate, output
+    else:
+        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        mixer = 2 * model.dim + 5 * queries + 6 * keys  # projected, normed and turned; values; output
+    if layer not in model.routed_layers:
+        return norms + mixer + model.dim + 4 * model.dense_hidden
+    width = model.dim if model.latent_dim is None else model.latent_dim
+    rows = model.top_k * (3 * width + 4 * model.expert_hidden)  # dispatched, through SwiGLU, combined
+    return norms + mixer + 2 * model.dim + 2 * model.num_experts + rows + 4 * model.shared_hidden
+
+
+def activations(config: Config) -> tuple[int, str]:
+    """Bytes of one pack of the whole budget, and how they are counted."""
+    model, item = config.model, 2 if config.policy.dtype is Dtype.bfloat16 else 4
+    blocks = [block_activations(model, layer=i) for i in range(len(model.layer_types))]
+    if config.policy.recompute is Recompute.full:
+        kept, how = len(blocks) * model.dim + max(blocks), "inputs of all blocks and one block again"
+    else:
+        kept, how = sum(blocks), "what all blocks leave for the backward"
+        if config.policy.recompute is Recompute.selective:
+            how += ", an upper bound under selective recomputation"
+    return config.budget * kept * item, f"{config.budget:,} tokens x {kept:,} elements: {how}"
+
+
+def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Line]:
+    """What the largest rank holds in an update, and between updates where it generates."""
+    world, ep = config.world_size, config.ep_degree
+    total = sum(math.prod(shape) for shape in shapes.values())
+    held = parameters_of_rank(shapes, world_size=world, ep_degree=ep)
+    lines = [
+        Line(name="weights", bytes=held * _MASTER, how=f"{held:,} of {total:,} in float32"),
+        Line(name="gradients", bytes=held * _MASTER, how="the same in float32"),
+        Line(name="adam", bytes=2 * held * _MASTER, how="two moments in float32"),
+    ]
+    if config.loss.kl_coef > 0:
+        lines.append(Line(name="reference", bytes=held * _MASTER, how="frozen, sharded like the policy"))
+    sharded = world > 1 or config.policy.dtype is Dtype.bfloat16
+    item = 2 if config.policy.dtype is Dtype.bfloat16 else 4
+    if sharded:
+        gathered = 2 * largest_block(shapes, ep_degree=ep) * item
+        lines.append(Line(name="gathered", bytes=gathered, how="two whole blocks: one computes, one arrives"))
+    size, how = activations(config)
+    lines.append(Line(name="activations", bytes=size, how=how))
+    rows = config.policy.logprob_chunk if config.policy.logprobs is LogprobKind.chunked else config.budget
+    logits = 3 * rows * config.model.vocab_size * 4
+    lines.append(Line(name="logits", bytes=logits, how=f"{rows:,} tokens, with softmax and gradient"))
+    if config.generates:
+        address = (4 if total < 2**31 else 8) if sharded else 0
+        copies = total * (address + _MASTER * (2 if sharded else 1))
+        lines.append(Line(name="publishing", bytes=copies, how="full weights on every rank and their gather"))
+    if config.rollouts.source is Source.local:
+        lines.append(Line(name="engine", bytes=total * _MASTER, how="full weights of the local engine"))
+    return lines

@@ -1,0 +1,41 @@
+"""Refusals of recipe=export: what it needs named, and what has no effect without it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from olmo_rl.config import Recipe
+from olmo_rl.refusals.rule import Rule, changed, outside, under
+
+EXPORTS: tuple[Rule, ...] = (
+    Rule(
+        keys=("recipe", "init_from"),
+        refuses="weights to export are not named",
+        fix="set init_from to a checkpoint of a run or a weights file",
+        example=("recipe=export",),
+        when=lambda c: c.recipe is Recipe.export and c.init_from is None,
+    ),
+    Rule(
+        keys=under("export", "path dtype shard_gib"),
+        refuses="no effect without recipe=export",
+        fix="leave it at its default",
+        example=("export.path=somewhere",),
+        when=lambda c: c.recipe is not Recipe.export,
+        select=changed,
+    ),
+    Rule(
+        keys=("export.path",),
+        refuses="something is there already, which an export never replaces (read from disk)",
+        fix="choose another directory, or remove that one",
+        example=("recipe=export", "init_from={run}", "export.path={run}"),
+        when=lambda c: c.export.path is not None and Path(c.export.path).exists(),
+    ),
+    Rule(
+        keys=("export.shard_gib",),
+        refuses="not a finite number above 0",
+        fix="give one",
+        example=("recipe=export", "init_from={run}", "export.shard_gib=0.0"),
+        select=outside(0.0, math.inf),
+    ),
+)

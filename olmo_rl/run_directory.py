@@ -1,0 +1,94 @@
+"""Where a run leaves its checkpoints, which of them are whole, and the exit code that asks to be resumed.
+
+A checkpoint is a directory `checkpoints/step-<n>`. It is written under another name and renamed when all of
+it is on disk; its manifest, written last, lists every file with its size in bytes. So a checkpoint whose
+writing was cut at any byte has no name that counts, and one that lost bytes afterwards is told by the file
+that did.
+No torch: the table of refusals looks here too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+EXIT_INTERRUPTED = 75  # interrupted; a checkpoint to resume from is there
+MANIFEST = "manifest.json"
+SCRATCH = ".incomplete"
+_PREFIX = "step-"
+
+
+def checkpoint_directory(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def checkpoint_path(run_dir: str | Path, *, step: int) -> Path:
+    """The name that the checkpoint of an update has once it is whole."""
+    return checkpoint_directory(run_dir) / f"{_PREFIX}{step}"
+
+
+def named_checkpoints(run_dir: str | Path) -> list[Path]:
+    """Everything with a checkpoint's name, whole or damaged, oldest first."""
+    found = [
+        path
+        for path in checkpoint_directory(run_dir).glob(f"{_PREFIX}*")
+        if path.name.removeprefix(_PREFIX).isdecimal()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+
+
+def complete_checkpoints(run_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run that can be resumed from, oldest first."""
+    return [path for path in named_checkpoints(run_dir) if checkpoint_fault(path) is None]
+
+
+def checkpoint_fault(path: str | Path) -> str | None:
+    """Why this is no checkpoint to resume from, naming the file; None where it is whole."""
+    path = Path(path)
+    if not path.is_dir():
+        return "no such directory"
+    if path.name.endswith(SCRATCH):
+        return "it was still being written when its run ended"
+    try:
+        sizes = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["bytes"]
+        expected = {str(name): int(size) for name, size in sizes.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is missing or damaged"
+    for name, size in expected.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} holds {file.stat().st_size} bytes of {size}"
+    return None
+
+
+def finish_checkpoint(scratch: Path, *, final: Path) -> None:
+    """Give a written checkpoint the name that counts: everything reaches the disk before the name does.
+
+    One process calls it, after all others have written their files.
+    """
+    files = sorted(path for path in scratch.iterdir() if path.is_file() and path.name != MANIFEST)
+    for file in files:
+        _to_disk(file)
+    manifest = {"bytes": {file.name: file.stat().st_size for file in files}}
+    (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    _to_disk(scratch / MANIFEST)
+    _to_disk(scratch)
+    scratch.rename(final)
+    _to_disk(final.parent)
+
+
+def whole_lines(path: Path) -> None:
+    """Cut a last line that a killed process left unfinished, before somebody appends to it."""
+    if path.is_file() and not (text := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

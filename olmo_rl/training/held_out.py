@@ -1,0 +1,106 @@
+"""Held-out loss of supervised runs: cross-entropy of conversations that are never trained.
+
+Routes are live. Every rank runs as many forwards as every other: a last step that does not divide over the
+ranks is filled with copies whose masks are false. One global sum divided by one global count of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from olmo_rl.config import Config
+from olmo_rl.data.chat_files import open_chat, rows_in_order
+from olmo_rl.data.packs import PackedBatch, RouteMode
+from olmo_rl.data.tokenizers import Tokenizer
+from olmo_rl.training.callbacks import ContractLog
+from olmo_rl.training.conversations import Conversations
+from olmo_rl.training.demonstrations import supervised_batch
+from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.training.update import score_pack
+from olmo_rl.types import Sample
+
+
+class HeldOutLoss(Callback):
+    """`eval/loss` before the first update, every `sft.eval_interval` updates and at the end."""
+
+    def __init__(self, config: Config, *, tokenizer: Tokenizer, contract: ContractLog) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._contract = contract
+        self._evaluated = -1
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not on_train_start, which reaches callbacks before the module is ready to run.
+        if trainer.global_step == 0:
+            self._evaluate(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        report = cast(PolicyModule, pl_module).report
+        if report is None or not report.stepped:
+            return  # the policy is what it was
+        interval, step = self._config.sft.eval_interval, trainer.global_step
+        if (interval > 0 and step % interval == 0) or step == trainer.max_steps:
+            pl_module.log("eval/loss", self._evaluate(trainer), batch_size=1)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step != self._evaluated:  # the data ended first
+            self._evaluate(trainer)
+
+    def _evaluate(self, trainer: Trainer) -> float:
+        strategy = cast(ExpertParallelStrategy, trainer.strategy)
+        total = torch.zeros(2, dtype=torch.float64, device=strategy.root_device)
+        conversations = 0
+        for samples in self._steps(strategy):
+            conversations += len(samples)
+            batch = self._batch(samples, strategy=strategy).to(strategy.root_device)
+            for pack in batch.packs:
+                logprobs = score_pack(pack, strategy=strategy, mode=RouteMode.live)
+                total += torch.stack([-logprobs.double().sum(), logprobs.new_tensor(len(logprobs)).double()])
+        loss, tokens = strategy.sum_over_ranks(total).tolist()
+        self._evaluated = trainer.global_step
+        self._contract.write(
+            "evaluation",
+            trainer=trainer,
+            loss=loss / tokens,
+            scored_tokens=int(tokens),
+            conversations=conversations,
+        )
+        return loss / tokens
+
+    def _steps(self, strategy: ExpertParallelStrategy) -> Iterator[list[Sample]]:
+        """Held-out conversations in the order of their files, as many at a time as a step trains."""
+        sft, count = self._config.sft, self._config.batch.samples_per_step
+        assert sft.eval_path is not None, "no callback without held-out data"
+        assert count is not None, "refusals require batch.samples_per_step for recipe=sft"
+        files = open_chat(sft.eval_path, config=sft, key="sft.eval_path", split=sft.eval_split)
+        held_out = Conversations(
+            self._config,
+            stream=rows_in_order(files),
+            tokenizer=self._tokenizer,
+            strategy=strategy,
+        )
+        left = sft.eval_samples
+        while samples := held_out.draw(count if left is None else min(count, left)):
+            left = None if left is None else left - len(samples)
+            yield samples
+
+    def _batch(self, samples: list[Sample], *, strategy: ExpertParallelStrategy) -> PackedBatch:
+        missing = -len(samples) % strategy.topology.world_size
+        copies = [
+            replace(samples[-1], id=f"{samples[-1].id}+{i}", loss_mask=np.zeros(len(samples[-1]), dtype=bool))
+            for i in range(missing)
+        ]
+        return supervised_batch([*samples, *copies], config=self._config, strategy=strategy)

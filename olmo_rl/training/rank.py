@@ -1,0 +1,122 @@
+"""What every process of a job shares, rank or supervisor: an entry and its call, who a rank is, where ranks
+meet, what a signal does.
+
+SIGINT, SIGTERM and SIGUSR1 end a rank at once, unless it holds them to save first (checkpoints.py). Torch is
+imported where it is used: a process pays for what its part needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn, cast
+
+from olmo_rl.config import Config
+from olmo_rl.run_directory import EXIT_INTERRUPTED
+from olmo_rl.types import Interrupted
+
+Entry = Callable[[Config], None]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what ends a job, and is passed on to its ranks
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """The cores this process may use, shared out over the ranks of its node: more threads slow them all."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_ranks)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors free, up to 1 GiB, instead of handing every freed megabyte back to the
+    system and having the pages of the next tensor faulted in anew (what it is worth: recipes/README.md).
+    Environment variables that say otherwise win; other C libraries are left alone.
+    """
+    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that glibc takes
+
+
+def call(entry: Entry | str, config: Config) -> None:
+    """Run the entry. What it calls may not end the process: a verifier's exit(0) would look like success."""
+    if config.trainer.accelerator == "cpu":
+        keep_freed_memory()
+    try:
+        imported(entry)(config)
+    except SystemExit as end:
+        if isinstance(end, Interrupted) or end.code == EXIT_INTERRUPTED:
+            raise
+        raise RuntimeError(f"something that this job called ended the process: sys.exit({end.code})") from end
+
+
+def imported(entry: Entry | str) -> Entry:
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.partition(":")
+    return cast(Entry, getattr(importlib.import_module(module), name))
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGUSR1 raise Interrupted in the main thread; afterwards they do what they did."""
+
+    def end(signum: int, _frame: FrameType | None) -> NoReturn:
+        raise Interrupted(128 + signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python hands signals to the main thread only
+        return
+    before = {signum: signal.signal(signum, end) for signum in SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+def say(line: str) -> None:
+    """A line on the terminal from inside a signal handler, where print may be in the middle of a line."""
+    os.write(2, f"{line}\n".encode())
+
+
+def leave_process_group() -> None:
+    """Everything is saved by now: a group that ends before a save corrupts the checkpoint."""
+    if "torch.distributed" not in sys.modules:
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def identity_of(rank: int, *, world_size: int) -> dict[str, str]:
+    """torchrun's variables for one rank of a world on this node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+    }
+
+
+@contextmanager
+def rendezvous(*, world_size: int) -> Iterator[dict[str, str]]:
+    """A store that this process serves on a port of the system's choice; every rank is a client of it."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

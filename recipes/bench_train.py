@@ -1,0 +1,285 @@
+"""Where the time of one update goes: `python -m recipes.bench_train`, on a GPU `... --device cuda`.
+
+Packed, packed and padded to the budget, unpacked, with and without recomputation, on the same samples: the
+recorded lengths of GRPO samples (scaled down 8 times on a CPU), and documents of 12 tokens. Each arm is a
+process of its own, one after the other; its first update warms up and is not counted. Weights are published
+to a local engine after every update, as in a run that generates. On CUDA every budget of `--budgets` is an
+arm, in bfloat16, and tells model FLOPs utilisation over real tokens and over all that ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from olmo_rl.cli import compose
+from olmo_rl.config import Config
+from olmo_rl.data.files import write_collection
+from olmo_rl.planning.flops import training_flops
+from olmo_rl.planning.synthetic import recorded_lengths
+from olmo_rl.types import Collection, ExpertLayout, Sample
+
+LENGTHS = Path(__file__).resolve().parent.parent / "tests" / "data" / "grpo_lengths.json"
+CPU_SCALE = 8
+DOCUMENT = 12  # tokens of a document of the second length set
+UNPACKED = ("packing=none",)
+FULL = "policy.recompute=full"
+PHASES = ("data", "plan", "transfer", "forward", "backward", "optimizer", "publish")
+BOUNDS = {"recorded": 3.0, "short": 12.0}  # real tokens/s, packed over unpacked, on a CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What all arms share. `scale` divides recorded lengths."""
+
+    overrides: tuple[str, ...]
+    budgets: tuple[int, ...]
+    samples: int
+    scale: int
+    warm: int
+    peak_tflops: float | None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--updates", type=int, default=2, help="measured updates of each arm")
+    parser.add_argument("--budgets", help="tokens of a pack, comma-separated (2048; cuda 8192,16384,32768)")
+    parser.add_argument("--documents", type=int, help="only documents of so many tokens")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="cuda: dense bfloat16, of an H200")
+    arguments = parser.parse_args()
+    setting = setting_of(arguments)
+    lengths = recorded_lengths(LENGTHS, case="mbu_157_percent")
+    sets = {
+        "recorded": np.maximum(2, lengths // setting.scale),
+        "short": np.full(setting.samples, DOCUMENT),
+    }
+    if arguments.documents is not None:
+        sets = {"short": np.full(setting.samples, arguments.documents)}
+    console = Console()
+    for name, values in sets.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            found = measure_arms(
+                arms_of(setting, short=name == "short"),
+                setting=setting,
+                lengths=values,
+                updates=arguments.updates,
+                scratch=Path(scratch),
+            )
+        title = f"documents of {values[0]} tokens" if name == "short" else "recorded lengths"
+        if name == "recorded" and setting.scale > 1:
+            title += f" / {setting.scale}"
+        console.print(report(found, title=f"{title}, {setting.samples} samples an update, one process"))
+        if arguments.device == "cpu" and arguments.documents in (None, DOCUMENT):
+            console.print(verdict(found, bound=BOUNDS[name]), soft_wrap=True)
+
+
+def setting_of(arguments: argparse.Namespace) -> Setting:
+    """The model and the sizes for a device."""
+    cuda = arguments.device == "cuda"
+    budgets = arguments.budgets or ("8192,16384,32768" if cuda else "2048")
+    model = (
+        "model=hybrid_small",
+        "model.max_seq_len=8192",
+        "trainer.accelerator=gpu",
+        "policy.dtype=bfloat16",
+    )
+    return Setting(
+        overrides=model if cuda else ("model=hybrid_tiny", "model.max_seq_len=1024"),
+        budgets=tuple(int(budget) for budget in budgets.split(",")),
+        samples=128,
+        scale=1 if cuda else CPU_SCALE,
+        warm=2 if cuda else 1,
+        peak_tflops=arguments.peak_tflops if cuda else None,
+    )
+
+
+def arms_of(setting: Setting, *, short: bool) -> dict[str, tuple[str, ...]]:
+    """Overrides of every arm; short documents compare packing alone."""
+    arms: dict[str, tuple[str, ...]] = {}
+    for budget in setting.budgets:
+        name = "packed" if len(setting.budgets) == 1 else f"packed {budget}"
+        packed = ("packing=consecutive", f"packing.max_tokens={budget}")
+        arms[name] = packed
+        if not short:
+            arms[f"{name}, padded"] = (*packed, "packing.pad_to_budget=true")
+            arms[f"{name}, recomputed"] = (*packed, FULL)
+    arms["unpacked"] = UNPACKED
+    if not short:
+        arms["unpacked, recomputed"] = (*UNPACKED, FULL)
+    return arms
+
+
+def measure_arms(
+    arms: dict[str, tuple[str, ...]],
+    *,
+    setting: Setting,
+    lengths: np.ndarray,
+    updates: int,
+    scratch: Path,
+) -> dict[str, dict[str, float]]:
+    """Every arm in turn on the same files."""
+    rollouts = scratch / "rollouts"
+    steps = setting.warm + updates
+    shared = [
+        *setting.overrides,
+        "rollouts=files",
+        f"rollouts.path='{rollouts}'",
+        f"batch.samples_per_step={setting.samples}",
+        f"trainer.max_steps={steps}",
+        "scoring.check_interval=0",
+        "callbacks.progress=false",
+        "callbacks.pictures=false",
+    ]
+    layout = compose([*shared, *UNPACKED], run_dir=str(scratch)).model.expert_layout
+    assert layout is not None, "both models have experts"
+    for step in range(steps):
+        samples = list(samples_of(lengths, step=step, count=setting.samples, layout=layout))
+        found = Collection(samples=samples, layout=layout, source="given lengths")
+        write_collection(found, rollouts / f"collection-{step:05d}.parquet")
+    results = {}
+    for arm, overrides in arms.items():
+        print(f"{arm} ...", flush=True)
+        config = compose([*shared, *overrides], run_dir=f"{scratch}/{arm}")
+        results[arm] = measure(config, setting=setting)
+    return results
+
+
+def samples_of(lengths: np.ndarray, *, step: int, count: int, layout: ExpertLayout) -> Iterator[Sample]:
+    """`count` consecutive lengths from where the step before ended; the list repeats when it is used up."""
+    rng = np.random.default_rng(step)
+    for i in range(count):
+        length = int(lengths[(step * count + i) % len(lengths)])
+        shape = (length - 1, len(layout.routed_layers), layout.num_experts)
+        yield Sample(
+            id=f"step{step}-{i}",
+            group=f"step{step}-group{i // 8}",
+            tokens=rng.integers(0, 256, length).astype(np.int32),
+            response_mask=np.arange(length) >= length // 2,
+            behavior_logprobs=np.full(length, -5.5, dtype=np.float32),
+            reward=float(rng.integers(0, 2)),
+            routes=rng.random(shape).argsort(-1)[..., : layout.top_k].astype(np.int16),
+        )
+
+
+def measure(config: Config, *, setting: Setting) -> dict[str, float]:
+    """Train in a fresh process; means over the updates after the warm ones, and the process's peak memory."""
+    process = multiprocessing.get_context("spawn").Process(target=train_quietly, args=(config,))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        print((Path(config.run_dir) / "out").read_text())
+        raise SystemExit(process.exitcode or 1)
+    from olmo_rl.training.metrics_csv import read_metrics
+
+    run_dir = Path(config.run_dir)
+    rows = read_metrics(run_dir / "metrics.csv")[setting.warm :]
+    log = map(json.loads, (run_dir / "training_contract_rank0.jsonl").read_text().splitlines())
+    return figures(rows, packing=[e for e in log if e["event"] == "packing"][setting.warm :]) | utilisation(
+        rows, config=config, setting=setting
+    )
+
+
+def figures(rows: Sequence[dict[str, float]], *, packing: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means an update from metrics and from the contract log's `packing` events. Throughput counts real
+    tokens; `fill` says how many of the rows' tokens they are.
+    """
+    count, seconds = len(rows), sum(row["time/update_s"] for row in rows)
+    real = sum(event["real_tokens"] for event in packing)
+    found = {
+        "real tokens/s": real / seconds,
+        "seconds an update": seconds / count,
+        "forwards an update": sum(event["packs"] for event in packing) / count,
+        "real share of tokens": real / sum(event["padded_tokens"] for event in packing),
+        "peak memory, GiB": max(row["memory/peak_allocated_gib"] for row in rows),
+    }
+    parts = {
+        "data": lambda row: row.get("time/rollout_s", 0.0) + row["time/collate_s"],
+        "plan": lambda row: row["time/plan_ms"] / 1000,
+        **{phase: partial(_seconds, phase=phase) for phase in PHASES[2:]},
+    }
+    found |= {f"{phase}, ms": 1000 * sum(map(part, rows)) / count for phase, part in parts.items()}
+    inside = sum(found[f"{phase}, ms"] for phase in PHASES[2:-1])
+    found["rest of the update, ms"] = 1000 * found["seconds an update"] - inside
+    return found
+
+
+def _seconds(row: dict[str, float], *, phase: str) -> float:
+    return row[f"time/{phase}_s"]
+
+
+def utilisation(rows: Sequence[dict[str, float]], *, config: Config, setting: Setting) -> dict[str, float]:
+    """Percent of the peak that the model's own operations on real tokens are, and what it is with pads."""
+    if setting.peak_tflops is None:
+        return {}
+    from olmo_rl.data.files import collection_paths, read_collection
+
+    needed = 0
+    for path in collection_paths(Path(str(config.rollouts.path)))[setting.warm :]:
+        samples = read_collection(path, require_routes=True).samples
+        scored = sum(int(sample.scored.sum()) for sample in samples)
+        needed += training_flops(config.model, lengths=[len(s) for s in samples], scored=scored)
+    seconds = sum(row["time/update_s"] for row in rows)
+    real = needed / seconds / (setting.peak_tflops * 1e12)
+    pads = sum(row["throughput/padded_tokens_per_second"] for row in rows) / sum(
+        row["throughput/real_tokens_per_second"] for row in rows
+    )
+    return {"MFU, real tokens, %": 100 * real, "MFU, pads too, %": 100 * real * pads}
+
+
+def train_quietly(config: Config) -> None:
+    """One arm, without its closing table."""
+    from olmo_rl.training.processes import run_ranks
+
+    Path(config.run_dir).mkdir(parents=True)
+    with open(Path(config.run_dir) / "out", "w") as out, contextlib.redirect_stdout(out):
+        run_ranks(train_and_publish, config)
+
+
+def train_and_publish(config: Config) -> None:
+    """Train on files, and hand weights to an engine as a run that generates does."""
+    from lightning.pytorch import Callback
+
+    from olmo_rl.training.build import build_local
+    from recipes.train import train
+
+    class Publisher(Callback):
+        def setup(self, trainer: object, pl_module: object, stage: str) -> None:
+            pl_module.publish = build_local(config).engine.publish  # type: ignore[attr-defined]
+
+    train(config, watchers=[Publisher()])
+
+
+def report(results: dict[str, dict[str, float]], *, title: str) -> Table:
+    """One column an arm; the first column is what the ratios of throughput are over."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("", *results):
+        table.add_column(heading, justify="right" if heading else "left")
+    unpacked = results["unpacked"]["real tokens/s"]
+    ratios = [f"{found['real tokens/s'] / unpacked:.2f}x" for found in results.values()]
+    table.add_row("real tokens/s over unpacked", *ratios)
+    for name in next(iter(results.values())):
+        digits = 2 if name.endswith(("GiB", "update", "tokens", "%")) else 0
+        table.add_row(name, *(f"{found[name]:,.{digits}f}" for found in results.values()))
+    return table
+
+
+def verdict(results: dict[str, dict[str, float]], *, bound: float) -> str:
+    """Whether packing is worth what it has to be."""
+    ratio = results["packed"]["real tokens/s"] / results["unpacked"]["real tokens/s"]
+    return f"{'met' if ratio >= bound else 'NOT MET'}: packed is {ratio:.2f}x unpacked, at least {bound:g}x"
+
+
+if __name__ == "__main__":
+    main()

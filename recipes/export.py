@@ -1,0 +1,28 @@
+"""Weights of a run as a Hugging Face directory for transformers and serving engines. No GPU, one process.
+
+The architecture follows from the model: olmo3moe for hybrid models, qwen3_moe and olmoe for theirs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from olmo_rl.config import Config, Dtype
+from olmo_rl.policy.hf_export import export_run
+
+
+def run(config: Config) -> None:
+    """`init_from` -> `export.path`, tensor by tensor."""
+    assert config.init_from is not None, "refusals require init_from"
+    options = config.export
+    directory = Path(config.run_dir) / "hf" if options.path is None else Path(options.path)
+    kind = export_run(
+        config.init_from,
+        model=config.model,
+        directory=directory,
+        dtype=torch.bfloat16 if options.dtype is Dtype.bfloat16 else torch.float32,
+        shard_bytes=int(options.shard_gib * 2**30),
+    )
+    print(f"{kind.value}: {directory}")

@@ -1,0 +1,65 @@
+"""Rollouts that another system recorded -> rollout files of ours, and a report of what they hold. No GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from olmo_rl.config import Config
+from olmo_rl.data.files import write_collection
+from olmo_rl.rollouts.importers import ImportReport, import_file, import_paths
+from olmo_rl.rollouts.wire import RouteAxis
+
+
+def run(config: Config) -> None:
+    """Read every file of `path`, then write: a refusal leaves nothing behind."""
+    assert config.source is not None, "refusals require source"
+    assert config.path is not None, "refusals require path"
+    layout = config.model.expert_layout if config.replay else None
+    axis = None
+    if layout is not None:
+        axis = RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
+    found = [
+        import_file(
+            path,
+            source=config.source,
+            options=config.imports,
+            axis=axis,
+            vocab_size=config.model.vocab_size,
+        )
+        for path in import_paths(Path(config.path), source=config.source)
+    ]
+    directory = Path(config.run_dir) / "rollouts"
+    for number, (collection, _) in enumerate(found):
+        write_collection(collection, directory / f"collection-{number:05d}.parquet")
+    reports = [report.as_json() for _, report in found]
+    path = Path(config.run_dir) / "import_report.json"
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps({"source": config.source.value, "files": reports}, indent=2) + "\n")
+    scratch.replace(path)
+    console = Console()
+    for _, report in found:
+        console.print(_table(report))
+    console.print(f"rollouts: {directory}", soft_wrap=True)
+    console.print(f"report: {path}", soft_wrap=True)
+
+
+def _table(report: ImportReport) -> Table:
+    """One file in two columns, without what is not there."""
+    table = Table(title=report.file, title_justify="left", show_header=False)
+    for name, value in report.as_json().items():
+        if name == "file" or value in ({}, [], 0, None):
+            continue
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {_shown(one)}" for key, one in value.items())
+        table.add_row(name.replace("_", " "), _shown(value))
+    return table
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

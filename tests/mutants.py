@@ -1,0 +1,117 @@
+"""Seeded faults: copies of the package with one line changed each, and what the topology matrix says of them.
+
+`python mutants.py DIRECTORY` looks at every copy below DIRECTORY in a process of its own and leaves
+`faults.json` beside it: the faults found, by rule. Everything but olmo_rl is imported once, before the
+processes fork.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """`old` stands once in `file` and becomes `new`; `rules` of matrix_checks are those that it breaks."""
+
+    file: str
+    old: str
+    new: str
+    rules: frozenset[str]
+
+
+MUTATIONS = {
+    "local denominators": Mutation(
+        file="data/collate.py",
+        old="normalisers=count_normalisers(samples),",
+        new="normalisers=count_normalisers([samples[i] for pack in plan.packs[rank] for i in pack]),",
+        # Ranks weigh otherwise, and with them what experts have of the gradient.
+        rules=frozenset({"topology", "denominators", "experts"}),
+    ),
+    "expert gradients times the expert-parallel degree": Mutation(
+        file="policy/titan.py",
+        old="x_RD, local_part(self.w1_EFD), local_part(self.w2_EDF), local_part(self.w3_EFD), offsets",
+        new="x_RD,\n"
+        "            *(\n"
+        "                local_part(p) * ep - (local_part(p) * (ep - 1)).detach()\n"
+        "                for p in (self.w1_EFD, self.w2_EDF, self.w3_EFD)\n"
+        "                for ep in [p.device_mesh.size() if hasattr(p, 'device_mesh') else 1]\n"
+        "            ),\n"
+        "            offsets,",
+        rules=frozenset({"topology", "experts"}),
+    ),
+    "routes of tails are zero": Mutation(
+        file="data/collate.py",
+        old="rows.append(tail_routes(sample.id, layout=layout, topology=topology)[None])",
+        new="rows.append(0 * tail_routes(sample.id, layout=layout, topology=topology)[None])",
+        rules=frozenset({"loads"}),
+    ),
+    "balancing loss doubled under recomputation": Mutation(
+        file="training/update.py",
+        old="loss = loss + config.loss.router_aux_weight * balance",
+        new="again = config.policy.recompute.value == 'full'\n"
+        "        balance = balance + again * (balance - balance.detach())\n"
+        "        loss = loss + config.loss.router_aux_weight * balance",
+        rules=frozenset({"recompute"}),
+    ),
+    "labels shifted by one more in every further document of a pack": Mutation(
+        file="policy/loss.py",
+        old="rows=slots - 1,",
+        new="rows=slots - 1 - pack.document_ids[slots],",
+        # Rows of other documents' tails are scored, whose routes depend on the expert-parallel degree.
+        rules=frozenset({"packing", "topology", "experts"}),
+    ),
+}
+
+
+def make_copy(directory: Path, mutation: Mutation | None) -> None:
+    """The package at `directory`/olmo_rl, with the fault where there is one."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "olmo_rl", directory / "olmo_rl", ignore=ignored)
+    if mutation is None:
+        return
+    path = directory / "olmo_rl" / mutation.file
+    text = path.read_text()
+    count = text.count(mutation.old)
+    assert count == 1, f"{mutation.file} holds {mutation.old!r} {count} times"
+    path.write_text(text.replace(mutation.old, mutation.new))
+
+
+def examine(directory: str) -> None:
+    """Run the cells that tell the faults apart on the copy in `directory`."""
+    sys.path.insert(0, directory)
+    import matrix_cases
+    import matrix_checks
+
+    import olmo_rl
+
+    assert Path(olmo_rl.__file__).is_relative_to(directory), "the copy, and nothing else"
+    matrix_cases.run_worlds(Path(directory), matrix_cases.seeded_faults())
+    verdicts = matrix_checks.verdicts(matrix_cases.load(Path(directory)))
+    faults = {rule: verdict.faults for rule, verdict in verdicts.items()}
+    Path(directory, "faults.json").write_text(json.dumps(faults))
+
+
+def main(directory: str) -> None:
+    import lightning.pytorch  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+    import torchtitan.distributed.fsdp  # noqa: F401
+    import torchtitan.models.common.moe  # noqa: F401
+
+    processes = multiprocessing.get_context("fork")
+    for copy in sorted(Path(directory).iterdir()):
+        child = processes.Process(target=examine, args=(str(copy),))
+        child.start()
+        child.join()
+        assert child.exitcode == 0, f"{copy.name}: the copy did not run through"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

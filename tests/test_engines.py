@@ -1,0 +1,355 @@
+"""Serving engines over real sockets: the server against the local engine, the client against faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from composing import ROOT
+from engine_cases import AXIS, client_of, listening, local_engine, server_of, stand_in, weights_of
+
+from olmo_rl.config import Source
+from olmo_rl.data.tokenizers import ByteTokenizer
+from olmo_rl.policy.engine import Generation, Request
+from olmo_rl.rollouts.wire import completions_of
+from olmo_rl.types import Refusal
+
+EOS = ByteTokenizer().eos_id
+REQUESTS = [Request(id=f"r{n}", tokens=[65 + n, 66 + n, 67][: 1 + n % 3]) for n in range(6)]
+
+
+def complete(generations: list[Generation | None]) -> list[Generation]:
+    found = [generation for generation in generations if generation is not None]
+    assert len(found) == len(generations)
+    return found
+
+
+def test_greedy_answers_over_http_are_those_of_the_engine_itself() -> None:
+    local = local_engine(seed=1)
+    direct = local.generate(REQUESTS, max_new_tokens=5, stop_token=EOS, greedy=True, seed=0)
+    shelf: dict[str, Any] = {}
+    for source in (Source.vllm, Source.sglang):
+        served = local_engine()
+        with (
+            listening(server_of(served, shelf=shelf).application()) as url,
+            client_of(url, source=source, shelf=shelf) as remote,
+        ):
+            remote.publish(weights_of(1), 7)
+            answers = complete(
+                remote.generate(REQUESTS, max_new_tokens=5, stop_token=EOS, greedy=True, seed=0)
+            )
+        for mine, theirs in zip(direct, answers, strict=True):
+            assert theirs.id == mine.id
+            assert theirs.tokens.tolist() == mine.tokens.tolist()
+            assert theirs.routes is not None
+            assert mine.routes is not None
+            np.testing.assert_array_equal(theirs.routes, mine.routes)
+            np.testing.assert_allclose(theirs.logprobs, mine.logprobs, atol=1e-5)
+            assert (theirs.finish_reason, theirs.policy_version) == (mine.finish_reason, 7)
+        assert remote.counts.metrics() == {
+            "rollouts/asked": 6,
+            "rollouts/received": 6,
+            "rollouts/retried": 0,
+            "rollouts/abandoned": 0,
+        }
+
+
+def test_the_openai_client_drives_the_server() -> None:
+    with listening(server_of(local_engine(seed=2, version=3)).application()) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["policy"]
+        answer = client.completions.create(
+            model="policy",
+            prompt=[[65, 66], [67]],
+            max_tokens=4,
+            n=2,
+            logprobs=1,
+            temperature=1.0,
+            seed=5,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 16)
+        found = completions_of(answer.model_dump(), axis=AXIS)
+        assert [completion.prompt.tolist() for completion in found] == [[65, 66], [65, 66], [67], [67]]
+        assert all(completion.policy_version == 3 for completion in found)
+        assert all(completion.routes is not None for completion in found)
+        assert len({tuple(completion.tokens.tolist()) for completion in found}) == 4
+        text = client.completions.create(model="policy", prompt="hello", max_tokens=2, temperature=0)
+        assert text.choices[0].logprobs is None
+        with pytest.raises(openai.BadRequestError, match="model.max_seq_len=32"):
+            client.completions.create(model="policy", prompt=[1] * 30, max_tokens=4)
+        with pytest.raises(openai.BadRequestError, match="stream: not supported"):
+            client.completions.create(model="policy", prompt="a", stream=True)
+    with listening(server_of(local_engine()).application()) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="no weights yet"):
+            client.completions.create(model="policy", prompt="a")
+
+
+def test_equal_seeds_give_equal_samples_and_share_no_batch() -> None:
+    with listening(server_of(local_engine(seed=2)).application()) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+
+        def ask(seed: int) -> str:
+            answer = client.completions.create(model="policy", prompt="ab", max_tokens=8, n=3, seed=seed)
+            return json.dumps([choice.text for choice in answer.choices])
+
+        assert ask(1) == ask(1) != ask(2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "max_tokens": 0},
+        {"prompt": "a", "max_tokens": True},
+        {"prompt": "a", "temperature": -1},
+        {"prompt": "a", "top_p": 0},
+        {"prompt": "a", "stop_token_ids": [1, 2]},
+        {"prompt": "a", "n": "two"},
+        {"prompt": []},
+        {"prompt": [[]]},
+        {"prompt": [1, 259]},
+        {"prompt": [[1], "text", 5]},
+        {},
+        [],
+    ],
+)
+def test_a_request_that_makes_no_sense_is_answered_with_400_and_the_server_lives(body: Any) -> None:
+    with listening(server_of(local_engine(seed=2)).application()) as url:
+
+        def post(payload: bytes) -> int:
+            request = urllib.request.Request(f"{url}/v1/completions", data=payload)
+            try:
+                return int(urllib.request.urlopen(request, timeout=30).status)
+            except urllib.error.HTTPError as error:
+                return error.code if json.loads(error.read())["error"]["message"] else 0
+
+        assert post(json.dumps(body).encode()) == 400
+        assert post(b"\xff not json") == 400
+        assert post(json.dumps({"prompt": "a", "max_tokens": 1}).encode()) == 200
+
+
+def test_an_update_is_pause_update_flush_resume_and_a_failed_one_bumps_no_version() -> None:
+    calls: list[tuple[str, Any]] = []
+    with listening(stand_in(lambda body: {}, calls=calls)) as url, client_of(url) as remote:
+        remote.publish({}, 4)
+        assert [path for path, _ in calls] == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+        assert calls[1][1] == {
+            "method": "reload_weights",
+            "kwargs": {"weights_path": "step-4", "weight_version": 4},
+        }
+    calls.clear()
+    with (
+        listening(stand_in(lambda body: {}, calls=calls)) as url,
+        client_of(url, source=Source.sglang) as remote,
+    ):
+        remote.publish({}, 4)
+        assert [path for path, _ in calls] == [
+            "/pause_generation",
+            "/update_weights_from_disk",
+            "/flush_cache",
+            "/continue_generation",
+        ]
+        assert calls[1][1] == {"model_path": "step-4", "weight_version": "4"}
+    engine = local_engine(seed=1, version=2)
+    with listening(server_of(engine).application()) as url, client_of(url) as remote:
+        with pytest.raises(Refusal, match="no engine could be updated") as refused:
+            remote.publish({}, 3)
+        assert "step-3: no such weights" in str(refused.value)
+        assert engine.version == 2
+        assert complete_text(url) == complete_text(url)  # it was resumed, and serves what it had
+
+
+def complete_text(url: str) -> str:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    return client.completions.create(model="policy", prompt="ab", max_tokens=6, temperature=0).choices[0].text
+
+
+def answer_of(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A right answer to a request of the client, with changes to its choice."""
+    rows = len(body["prompt"]) + 1
+    routes = [[[row % 4, (row + 1) % 4]] * 2 for row in range(rows)]
+    choice = {
+        "token_ids": [7, 8],
+        "prompt_token_ids": body["prompt"],
+        "logprobs": {"token_logprobs": [-1.0, -2.0]},
+        "finish_reason": "length",
+        "routed_experts": routes,
+        "text": "",
+    }
+    return {"choices": [choice | changes]}
+
+
+FAULTS: dict[str, Any] = {
+    "status 500": lambda body: (500, {"error": "out of memory"}),
+    "no JSON": lambda body: (200, "<html>gateway</html>"),
+    "no choices": lambda body: {"choices": []},
+    "two for one": lambda body: {"choices": answer_of(body)["choices"] * 2},
+    "another prompt": lambda body: answer_of(body, prompt_token_ids=[1, *body["prompt"][1:], 9]),
+    "no tokens": lambda body: answer_of(body, token_ids=[], logprobs={"token_logprobs": []}),
+    "too many tokens": lambda body: answer_of(
+        body, token_ids=[1] * 9, logprobs={"token_logprobs": [0.0] * 9}, routed_experts=None
+    ),
+    "too few log-probs": lambda body: answer_of(body, logprobs={"token_logprobs": [-1.0]}),
+    "null log-prob": lambda body: answer_of(body, logprobs={"token_logprobs": [-1.0, None]}),
+    "no routes": lambda body: answer_of(body, routed_experts=None),
+    "routes of a cached prefix": lambda body: answer_of(body, routed_experts=[[[0, 1]] * 2]),
+    "routes of another model": lambda body: answer_of(body, routed_experts=[[[0, 1]] * 5] * 9),
+    "aborted": lambda body: answer_of(body, finish_reason="abort"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_one_engine_does_wrong_another_does_right_and_it_is_counted(fault: str) -> None:
+    with (
+        listening(stand_in(FAULTS[fault])) as bad,
+        listening(stand_in(answer_of)) as good,
+        client_of(bad, good, retries=3) as remote,
+    ):
+        remote.publish({}, 1)
+        answers = complete(remote.generate(REQUESTS, max_new_tokens=4, seed=0))
+        assert [answer.id for answer in answers] == [request.id for request in REQUESTS]
+        assert {tuple(answer.tokens[-2:].tolist()) for answer in answers} == {(7, 8)}
+        assert remote.counts.received == len(REQUESTS)
+        assert remote.counts.abandoned == 0
+        assert remote.counts.retried >= 2
+        assert remote.engines[0].faults.total() >= 2
+        assert remote.engines[1].faults.total() == 0
+
+
+def test_a_request_that_fails_everywhere_is_abandoned_and_counted() -> None:
+    def sometimes(body: dict[str, Any]) -> Any:
+        return (500, {}) if body["prompt"] == [67] else answer_of(body)
+
+    requests = [Request(id="a", tokens=[65]), Request(id="b", tokens=[67]), Request(id="c", tokens=[66])]
+    with listening(stand_in(sometimes)) as url, client_of(url, retries=1) as remote:
+        remote.publish({}, 1)
+        answers = remote.generate(requests, max_new_tokens=4, seed=0)
+        assert [answer is None for answer in answers] == [False, True, False]
+        counts = remote.counts
+        assert (counts.asked, counts.received, counts.abandoned, counts.retried) == (3, 2, 1, 1)
+
+
+def test_a_stalled_engine_costs_its_time_limit_and_no_sample() -> None:
+    async def never(body: dict[str, Any]) -> Any:
+        await asyncio.sleep(3600)
+
+    with (
+        listening(stand_in(never)) as stalled,
+        listening(stand_in(answer_of)) as good,
+        client_of(stalled, good, timeout_seconds=1.0) as remote,
+    ):
+        remote.publish({}, 1)
+        assert len(complete(remote.generate(REQUESTS, max_new_tokens=4, seed=0))) == len(REQUESTS)
+        assert "ReadTimeout" in str(remote.engines[0].faults)
+
+
+def test_our_own_mistakes_and_a_world_without_engines_are_refused_with_their_reasons() -> None:
+    with (
+        listening(stand_in(lambda body: (400, {"error": "prompt too long"}))) as url,
+        client_of(url) as remote,
+    ):
+        remote.publish({}, 1)
+        with pytest.raises(Refusal, match="prompt too long"):
+            remote.generate(REQUESTS, max_new_tokens=4, seed=0)
+    words = "http://127.0.0.1:9: took no weights: /pause: ConnectError"
+    with client_of("http://127.0.0.1:9") as remote, pytest.raises(Refusal, match=words):
+        remote.publish({}, 1)
+
+
+def test_a_sample_is_as_old_as_the_oldest_weights_that_may_have_written_it() -> None:
+    versions: list[int] = []
+
+    def reply(body: dict[str, Any]) -> Any:
+        return answer_of(body, weight_version=versions[0])
+
+    with listening(stand_in(reply)) as url, client_of(url, retries=0) as remote:
+        remote.publish({}, 5)
+        versions.append(5)
+        assert complete(remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0))[0].policy_version == 5
+        versions[0] = 0  # the server was started again and holds what it was started with
+        assert remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0) == [None]
+        assert "weights of version 0, published were 5" in str(remote.engines[0].faults)
+
+
+def started(place: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """`recipe=serve` as a user starts it, and its address."""
+    command = [sys.executable, str(ROOT / "train.py"), "recipe=serve", "serve.port=0", *arguments]
+    process = subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "http://" in line:
+            return process, line.split()[-1].strip()
+    raise AssertionError(f"the server ended with {process.wait()}")
+
+
+def test_a_killed_server_loses_nothing_and_comes_back_with_the_present_weights(tmp_path: Path) -> None:
+    model = [f"model.{name}={value}" for name, value in (("max_seq_len", 64), ("num_experts", 8))]
+    process, url = started(tmp_path, "model=moe_tiny", *model)
+    try:
+        assert url.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(f"{url}/health", timeout=30) as health:
+            assert json.loads(health.read()) == {"weight_version": None}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+    # Two engines answer; one dies with requests under way; the other takes them over.
+    dying, shelf = local_engine(), {}
+    with (
+        listening(server_of(local_engine(), shelf=shelf).application()) as lasting,
+        client_of(lasting, shelf=shelf, retries=6) as remote,
+    ):
+        with listening(server_of(dying, shelf=shelf).application()) as doomed:
+            remote.engines.append(type(remote.engines[0])(url=doomed))
+            remote.publish(weights_of(3), 1)
+            future = remote.start(
+                [Request(id=f"r{n}", tokens=[65 + n]) for n in range(40)],
+                max_new_tokens=8,
+                stop_token=None,
+                temperature=1.0,
+                top_p=1.0,
+                seed=0,
+            )
+        answers = complete(future.result(60))
+        assert sorted(answer.id for answer in answers) == sorted(f"r{n}" for n in range(40))
+        assert remote.counts.asked == remote.counts.received + remote.counts.abandoned == 40
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+    with listening(stand_in(answer_of)) as url:
+        port = url.rpartition(":")[2]
+        command = [sys.executable, str(ROOT / "train.py"), "recipe=serve", f"serve.port={port}"]
+        ended = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ)
+        )
+    assert ended.returncode == 2
+    assert f"serve.port={port}: cannot listen there" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_engine_that_rests_is_asked_again_once_it_is_healthy() -> None:
+    healthy: list[bool] = [False]
+
+    def reply(body: dict[str, Any]) -> Any:
+        return answer_of(body) if healthy[0] else (503, {})
+
+    with listening(stand_in(reply)) as url, client_of(url, retries=0) as remote:
+        remote.publish({}, 1)
+        assert remote.generate(REQUESTS[:2], max_new_tokens=4, seed=0) == [None, None]
+        assert remote.engines[0].resting
+        healthy[0] = True
+        assert len(complete(remote.generate(REQUESTS[:2], max_new_tokens=4, seed=0))) == 2
+        assert not remote.engines[0].resting

@@ -1,0 +1,37 @@
+"""What one rank holds, against hand-computed numbers, and what recipe=validate prints of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from composing import compose_fast
+
+from olmo_rl.policy.footprint import largest_block, parameters_of_rank
+from recipes import validate
+
+SHAPES = {
+    "tok_embeddings.weight": torch.Size((10, 4)),
+    "layers.0.mixer.wq.weight": torch.Size((8, 4)),
+    "layers.0.moe.routed_experts.inner_experts.w1_EFD": torch.Size((4, 6, 4)),
+}
+
+
+def test_the_largest_shard_has_the_rows_that_fsdp_rounds_up_and_the_experts_of_one_rank() -> None:
+    # Of 4 ranks: 3 of 10 rows, 2 of 8 rows; with EP2 two experts of 24 elements, shared by two replicas.
+    assert parameters_of_rank(SHAPES, world_size=4, ep_degree=2) == 12 + 8 + 24
+    assert parameters_of_rank(SHAPES, world_size=1, ep_degree=1) == 40 + 32 + 96
+
+
+def test_a_gathered_block_is_its_dense_weights_and_one_ranks_experts() -> None:
+    assert largest_block(SHAPES, ep_degree=2) == 32 + 48
+    assert largest_block(SHAPES, ep_degree=4) == 32 + 24
+
+
+def test_validate_prints_parameters_and_memory_of_a_released_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    validate.run(compose_fast("+experiment=qwen3_30b_a3b", "recipe=validate", "trainer=nodes"))
+    text = capsys.readouterr().out
+    assert "30,532,122,624 parameters, 3,353,032,704 active per token" in text
+    for name in ("weights", "gradients", "adam", "gathered", "activations", "logits", "publishing", "sum"):
+        assert f"memory     {name}" in text

@@ -1,0 +1,94 @@
+"""What the ranks of test_two_ranks.py run: router losses, a frozen reference, a guard; one and two gloo
+ranks. `python two_rank_cases.py DIRECTORY` leaves `world{n}-rank{r}.pt`; ranks are those of
+distributed_cases.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from distributed_cases import TIMEOUT_SECONDS, TWELVE, Rank, Watch, full
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from training_cases import samples_of, write_files
+
+from olmo_rl.config import (
+    AuxGrouping,
+    CountSource,
+    KlEstimator,
+    LossConfig,
+    Reduction,
+    ScoringConfig,
+    TrainerConfig,
+)
+from recipes import train
+
+ROUTER = LossConfig(router_aux_weight=0.3, router_z_weight=0.02)
+SEQUENCE = replace(
+    ROUTER,
+    router_aux_grouping=AuxGrouping.sequence,
+    router_aux_reduction=Reduction.response,
+    router_z_reduction=Reduction.response,
+    router_count_source=CountSource.current,
+)
+KL = LossConfig(kl=KlEstimator.k2, kl_coef=0.5)
+
+
+def cases(rank: Rank) -> None:
+    two = TrainerConfig(devices=rank.world, max_steps=2)
+    rank.run("by sequence", train.train, rank.config("by sequence", loss=SEQUENCE))
+    rank.run("reference", train.train, rank.config("reference", files="bare", loss=KL, trainer=two))
+    if rank.world == 1:
+        return
+    for degree in (1, 2):
+        name = f"by pack, EP{degree}"
+        rank.run(name, train.train, rank.config(name, ep=degree, loss=ROUTER))
+    resumed = rank.config("resumed", files="bare", loss=KL, trainer=replace(two, max_steps=1))
+    rank.run("half", train.train, resumed)
+    rank.run("resumed", train.train, replace(resumed, ckpt_path="last", trainer=two))
+    gap = rank.config("gap", scoring=ScoringConfig(max_behavior_gap=0.1))
+    rank.run("gap", train.train, gap)
+
+
+def run_rank(number: int, world: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "GROUP_RANK": "0"}
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the group exists already
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store{world}",
+        rank=number,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    watch = Watch()
+    rank = Rank(world=world, directory=Path(directory), watch=watch)
+    with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
+        cases(rank)
+    if watch.decoder is not None:
+        rank.results["full"] = {name: full(p) for name, p in watch.decoder.named_parameters()}
+    torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(directory: str) -> None:
+    write_files(Path(directory) / "twelve", [samples_of(TWELVE, seed=1)])
+    bare = [
+        [replace(s, ref_logprobs=None) for s in samples_of(TWELVE, seed=i, prefix=f"f{i}-")] for i in (2, 3)
+    ]
+    write_files(Path(directory) / "bare", bare)
+    for world in (1, 2):
+        mp.start_processes(run_rank, args=(world, directory), nprocs=world, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
