@@ -106,11 +106,15 @@ def main(directory: str) -> None:
     import torchtitan.models.common.moe  # noqa: F401
 
     processes = multiprocessing.get_context("fork")
-    for copy in sorted(Path(directory).iterdir()):
-        child = processes.Process(target=examine, args=(str(copy),))
-        child.start()
-        child.join()
-        assert child.exitcode == 0, f"{copy.name}: the copy did not run through"
+    copies = sorted(Path(directory).iterdir())
+    for two in (copies[i : i + 2] for i in range(0, len(copies), 2)):  # much of a copy keeps one core busy
+        children = [processes.Process(target=examine, args=(str(copy),)) for copy in two]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        for copy, child in zip(two, children, strict=True):
+            assert child.exitcode == 0, f"{copy.name}: the copy did not run through"
 
 
 if __name__ == "__main__":
