@@ -31,6 +31,9 @@ SAME_GRADIENT = ("packed", "one pack each", "unpacked", "recomputed", "scored fi
 # Packs differ where one process and two ranks lay out the same samples; synthetic tails depend on the ranks.
 LAYOUT_METRICS = ("packing/", "time/", "throughput/", "memory/", "loss/router", "replay/overlap")
 
+# Whole runs of several ranks: a bound against hanging, not a measure of speed.
+pytestmark = pytest.mark.timeout(1300)
+
 Found = dict[str, Any]
 
 
@@ -45,7 +48,7 @@ def run_program(name: str, directory: Path) -> None:
     """A program of the tests, in an interpreter of its own."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     command = [sys.executable, str(TESTS / name), str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
 
 
