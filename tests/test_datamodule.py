@@ -15,12 +15,14 @@ from olmo_rl.config import (
     Config,
     Filter,
     LossConfig,
+    OnVerifierFailure,
     PackingConfig,
     PackingKind,
     RolloutsConfig,
     ScoringConfig,
     Source,
     TaskConfig,
+    TaskKind,
     TrainerConfig,
 )
 from olmo_rl.training.collecting import Drawn, cut
@@ -313,6 +315,32 @@ def test_a_source_that_cannot_fill_a_batch_stops_at_its_attempts_and_the_run_is_
     assert '"event": "skipped"' in lines[0]
     assert '"rollouts/rounds": 3.0' in lines[0]
     assert '"batch/zero_variance": 24.0' in lines[0]
+
+
+def failing(response: str, answer: str) -> float:
+    raise KeyError(f"{response}/{answer}")
+
+
+def test_a_failure_of_a_verifier_that_counts_as_zero_is_told_as_a_failure_too(tmp_path: Path) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(f'{{"prompt": "{i}?", "answer": "{i}"}}\n' for i in range(40)))
+    run = fit(
+        local_config(
+            tmp_path / "run",
+            task=TaskConfig(
+                kind=TaskKind.jsonl,
+                path=str(problems),
+                verifier={"_target_": f"{__name__}.failing"},
+                on_verifier_failure=OnVerifierFailure.zero,
+                eval_problems=0,
+            ),
+            trainer=TrainerConfig(max_steps=2),
+        )
+    )
+    for row in run.rows:
+        assert row["rollouts/verifier_failures"] == row["rollouts/samples"] == 8
+        assert row["rollouts/verifier_timeouts"] == 0
+        assert row["reward/mean"] == 0
 
 
 def test_a_masked_sample_in_a_file_is_not_judged_but_counts_in_its_group(tmp_path: Path) -> None:

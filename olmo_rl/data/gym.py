@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tokenize
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -107,6 +108,10 @@ class GymTask:
             return float(self._judge.score_answer(answer, problem.entry) == 1.0)
         except _UNREADABLE:
             return 0.0
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {}
 
     def _held_out_pool(self) -> list[Problem]:
         if self._reserved is None:

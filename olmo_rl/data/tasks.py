@@ -59,7 +59,12 @@ class Problem:
 
 
 class Task(Protocol):
-    """Where prompts come from and what responses are worth. Equal arguments give equal problems."""
+    """Where prompts come from and what responses are worth. Equal arguments give equal problems. `counts`: by
+    name, judgements that went wrong since the start.
+    """
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
 
     def problems(self, count: int, *, seed: int) -> list[Problem]:
         """`count` training problems, different ones until they run out."""
@@ -157,6 +162,10 @@ class AdditionTask:
     def reward(self, problem: Problem, response: str) -> float:
         return exact(response, problem.answer)
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {}
+
     def _pairs(self, count: int, *, held_out: bool, seeds: tuple[int, ...]) -> list[Problem]:
         """Up to `count` different pairs of one side."""
         found: dict[str, Problem] = {}
@@ -210,8 +219,7 @@ class JsonlTask:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Judgements that failed or ran out of time, since the start."""
-        return self._judge.counts
+        return {name: self._judge.counts[name] for name in ("verifier_failures", "verifier_timeouts")}
 
 
 def _read_problems(path: Path) -> list[Problem]:

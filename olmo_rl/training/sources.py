@@ -94,12 +94,16 @@ class GeneratingSource:
         if asked is None or asked.key != key:
             asked = self._ask(key)
         answers = asked.answers()
+        before = dict(self._task.counts)
         samples = [
             self._sample(group, id=id, problem=problem, generation=generation)
             for (group, id, problem), generation in zip(asked.mine, answers, strict=True)
             if generation is not None
         ]
-        counted = {} if asked.counts is None else asked.counts.metrics()
+        counted = {
+            f"rollouts/{name}": float(count - before[name]) for name, count in self._task.counts.items()
+        }
+        counted |= {} if asked.counts is None else asked.counts.metrics()
         parts = self._strategy.gather_objects((samples, counted))
         by_id = {sample.id: sample for mine, _ in parts for sample in mine}
         collection = Collection(
