@@ -6,9 +6,7 @@ outside: the full gradients that an optimizer is about to use and the Adam state
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import shutil
 import sys
 import warnings
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from distributed_cases import Watch, digest, full
+from gloo_world import joined
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
@@ -229,55 +228,43 @@ def forms(directory: Path) -> dict[str, tuple[Callable[[Config], None], Config]]
 
 
 def run_rank(number: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the group exists already
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store",
-        rank=number,
-        world_size=WORLD,
-        timeout=datetime.timedelta(seconds=SECONDS),
-    )
-    watch, results = Watch(), {}
-    adam = Adam(watch)
-    path = Path(directory)
-    with (
-        register_module_forward_hook(watch.on_forward),
-        register_optimizer_step_pre_hook(watch.on_step),
-        register_optimizer_step_post_hook(adam.on_stepped),
-    ):
-        for name, (job, config) in forms(path).items():
-            watch.clear()
-            adam.states = []
-            found: dict[str, Any] = {"ended": None}
-            try:
-                job(config)
-            except Refusal as refusal:
-                results[name] = {"ended": str(refusal)}
-                continue
-            assert watch.decoder is not None
-            found |= {
-                "gradients": watch.gradients,
-                "adam": adam.states,
-                "weights": digest({n: full(p) for n, p in watch.decoder.named_parameters()}),
-                "events": events(config, rank=number),
-                "rows": rows(config) if number == 0 else [],
-            }
-            results[name] = found
-        for name in ("none", "anneal"):
-            config = config_for(path, f"{name} scored", balance=BALANCES[name])
-            score.score(config)
-            dist.barrier()  # rank 0 writes last
-            lines = (Path(config.run_dir) / "scores.jsonl").read_text().splitlines()
-            results[f"{name} scored"] = {
-                line["sample_id"]: line["policy_logprobs"] for line in map(json.loads, lines)
-            }
-    results["corrupted"] = corrupt(path)
-    torch.save(results, path / f"rank{number}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(number, world=WORLD, directory=directory, seconds=SECONDS):
+        watch, results = Watch(), {}
+        adam = Adam(watch)
+        path = Path(directory)
+        with (
+            register_module_forward_hook(watch.on_forward),
+            register_optimizer_step_pre_hook(watch.on_step),
+            register_optimizer_step_post_hook(adam.on_stepped),
+        ):
+            for name, (job, config) in forms(path).items():
+                watch.clear()
+                adam.states = []
+                found: dict[str, Any] = {"ended": None}
+                try:
+                    job(config)
+                except Refusal as refusal:
+                    results[name] = {"ended": str(refusal)}
+                    continue
+                assert watch.decoder is not None
+                found |= {
+                    "gradients": watch.gradients,
+                    "adam": adam.states,
+                    "weights": digest({n: full(p) for n, p in watch.decoder.named_parameters()}),
+                    "events": events(config, rank=number),
+                    "rows": rows(config) if number == 0 else [],
+                }
+                results[name] = found
+            for name in ("none", "anneal"):
+                config = config_for(path, f"{name} scored", balance=BALANCES[name])
+                score.score(config)
+                dist.barrier()  # rank 0 writes last
+                lines = (Path(config.run_dir) / "scores.jsonl").read_text().splitlines()
+                results[f"{name} scored"] = {
+                    line["sample_id"]: line["policy_logprobs"] for line in map(json.loads, lines)
+                }
+        results["corrupted"] = corrupt(path)
+        torch.save(results, path / f"rank{number}.pt")
 
 
 def main(directory: str) -> None:

@@ -8,7 +8,6 @@ use. The world of one process runs first: its weights and files are what the oth
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gloo_world import joined
 from routed_fixture import FIXTURE_BUDGET, FIXTURE_MODEL, fixture_samples
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -365,33 +365,21 @@ def pad(rank: Rank) -> None:
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the group exists already
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store{world}",
-        rank=number,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS),
-    )
-    watch = Watch()
-    rank = Rank(world=world, directory=Path(directory), watch=watch)
-    with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
-        compare_updates(rank)
-        if world < 4:
-            generate(rank)
-            converse(rank)
-            follow_fixture(rank)
-        if world == 2:
-            follow_contracts(rank)
-            pad(rank)
-            interrupt_and_resume(rank)
-            publish(rank)
-    torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(number, world=world, directory=directory, seconds=TIMEOUT_SECONDS):
+        watch = Watch()
+        rank = Rank(world=world, directory=Path(directory), watch=watch)
+        with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
+            compare_updates(rank)
+            if world < 4:
+                generate(rank)
+                converse(rank)
+                follow_fixture(rank)
+            if world == 2:
+                follow_contracts(rank)
+                pad(rank)
+                interrupt_and_resume(rank)
+                publish(rank)
+        torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
 
 
 def main(directory: str) -> None:

@@ -10,9 +10,7 @@ as a recorded file does, so that packs differ too.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from gloo_world import joined
 from lightning.pytorch import Callback, Trainer
 from model_cases import tiny_config
 from torch import Tensor, nn
@@ -335,28 +334,16 @@ def digest(*tensors: dict[str, Tensor]) -> str:
 
 
 def run_rank(number: int, world: int, directory: str, cells: Sequence[Cell]) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the group exists already
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store{world}",
-        rank=number,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS),
-    )
-    results: dict[Cell, dict[str, Any]] = {}
-    for cell in cells:
-        scaled = files_of(Path(directory), Files.ten, world=1)
-        if cell.files is Files.ten and number == 0 and not scaled.exists():
-            unscaled = results[replace(cell, files=Files.packs, max_grad_norm=None)]["updates"][0]
-            write_files(Path(directory), Files.ten, reward_scale=10 / unscaled["grad_norm"])
-        dist.barrier()
-        results[cell] = run_cell(cell, directory=Path(directory))
-    torch.save(results, Path(directory) / f"world{world}-rank{number}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(number, world=world, directory=directory, seconds=TIMEOUT_SECONDS):
+        results: dict[Cell, dict[str, Any]] = {}
+        for cell in cells:
+            scaled = files_of(Path(directory), Files.ten, world=1)
+            if cell.files is Files.ten and number == 0 and not scaled.exists():
+                unscaled = results[replace(cell, files=Files.packs, max_grad_norm=None)]["updates"][0]
+                write_files(Path(directory), Files.ten, reward_scale=10 / unscaled["grad_norm"])
+            dist.barrier()
+            results[cell] = run_cell(cell, directory=Path(directory))
+        torch.save(results, Path(directory) / f"world{world}-rank{number}.pt")
 
 
 def run_worlds(directory: Path, cells: Sequence[Cell]) -> None:

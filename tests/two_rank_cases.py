@@ -5,16 +5,14 @@ distributed_cases.py.
 
 from __future__ import annotations
 
-import datetime
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from distributed_cases import TIMEOUT_SECONDS, TWELVE, Rank, Watch, full
+from gloo_world import joined
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_cases import samples_of, write_files
@@ -58,26 +56,14 @@ def cases(rank: Rank) -> None:
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # never used: the group exists already
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/store{world}",
-        rank=number,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS),
-    )
-    watch = Watch()
-    rank = Rank(world=world, directory=Path(directory), watch=watch)
-    with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
-        cases(rank)
-    if watch.decoder is not None:
-        rank.results["full"] = {name: full(p) for name, p in watch.decoder.named_parameters()}
-    torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(number, world=world, directory=directory, seconds=TIMEOUT_SECONDS):
+        watch = Watch()
+        rank = Rank(world=world, directory=Path(directory), watch=watch)
+        with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
+            cases(rank)
+        if watch.decoder is not None:
+            rank.results["full"] = {name: full(p) for name, p in watch.decoder.named_parameters()}
+        torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
 
 
 def main(directory: str) -> None:

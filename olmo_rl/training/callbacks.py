@@ -91,6 +91,17 @@ def _plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def evaluation_due(trainer: Trainer, pl_module: LightningModule, *, interval: int) -> bool:
+    """Whether the update that has just ended moved the policy to where it is evaluated: every `interval`
+    updates (0 = never in between) and at the end.
+    """
+    report = cast(PolicyModule, pl_module).report
+    if report is None or not report.stepped:
+        return False  # the policy is what it was
+    step = trainer.global_step
+    return (interval > 0 and step % interval == 0) or step == trainer.max_steps or trainer.should_stop
+
+
 class Evaluation(Callback):
     """Greedy accuracy on held-out problems: before the first update, every `task.eval_interval` updates, at
     the end.
@@ -125,13 +136,8 @@ class Evaluation(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        report = cast(PolicyModule, pl_module).report
-        if report is None or not report.stepped:
-            return  # the policy is what it was
-        interval = self._config.task.eval_interval
-        step = trainer.global_step
-        due = (interval > 0 and step % interval == 0) or step == trainer.max_steps or trainer.should_stop
-        if due and step not in self.results:
+        due = evaluation_due(trainer, pl_module, interval=self._config.task.eval_interval)
+        if due and trainer.global_step not in self.results:
             pl_module.log("eval/accuracy", self._evaluate(trainer), batch_size=1)
 
     def _evaluate(self, trainer: Trainer) -> float:

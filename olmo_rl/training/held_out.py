@@ -19,10 +19,9 @@ from olmo_rl.config import Config
 from olmo_rl.data.chat_files import open_chat, rows_in_order
 from olmo_rl.data.packs import PackedBatch, RouteMode
 from olmo_rl.data.tokenizers import Tokenizer
-from olmo_rl.training.callbacks import ContractLog
+from olmo_rl.training.callbacks import ContractLog, evaluation_due
 from olmo_rl.training.conversations import Conversations
 from olmo_rl.training.demonstrations import supervised_batch
-from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import score_pack
 from olmo_rl.types import Sample
@@ -47,11 +46,7 @@ class HeldOutLoss(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        report = cast(PolicyModule, pl_module).report
-        if report is None or not report.stepped:
-            return  # the policy is what it was
-        interval, step = self._config.sft.eval_interval, trainer.global_step
-        if (interval > 0 and step % interval == 0) or step == trainer.max_steps:
+        if evaluation_due(trainer, pl_module, interval=self._config.sft.eval_interval):
             pl_module.log("eval/loss", self._evaluate(trainer), batch_size=1)
 
     @override
