@@ -256,7 +256,7 @@ def train_and_publish(config: Config) -> None:
 
     class Publisher(Callback):
         def setup(self, trainer: object, pl_module: object, stage: str) -> None:
-            pl_module.publish = build_local(config).engine.publish  # type: ignore[attr-defined]
+            pl_module.publish = build_local(config).publish  # type: ignore[attr-defined]
 
     train(config, watchers=[Publisher()])
 

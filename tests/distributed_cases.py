@@ -54,6 +54,7 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.sharded import FullWeights, ParameterReader
 from olmo_rl.training.build import build_trainer
 from olmo_rl.training.callbacks import ContractLog
 from olmo_rl.training.datamodule import RolloutDataModule
@@ -324,17 +325,26 @@ def converse(rank: Rank) -> None:
 
 
 def publish(rank: Rank) -> None:
-    """What a publisher is given, by policy version, and what the policy then holds."""
+    """What a publisher finds, as a copy on every rank and one by one on rank 0, by policy version; what the
+    policy then holds.
+    """
     given: dict[int, str] = {}
+    read_alone: dict[int, str | None] = {}
+
+    def note(decoder: nn.Module, version: int) -> None:
+        given[version] = digest(FullWeights(decoder).gather())
+        reader = ParameterReader(decoder)
+        read_alone[version] = reader.on_rank_zero(lambda read: digest({n: read(n) for n in reader.shapes}))
+
     config = rank.config("published", files="four", trainer=TrainerConfig(devices=rank.world, max_steps=2))
     module = PolicyModule(config, objective=POLICY)
-    module.publish = lambda weights, version: given.update({version: digest(weights)})
+    module.publish = note
     data = RolloutDataModule(config, source=FileSource(config))
     strategy = ExpertParallelStrategy(config)
     trainer = build_trainer(config, strategy=strategy, max_steps=2, callbacks=[], loggers=[])
     trainer.fit(module, datamodule=data)
     held = digest({name: full(parameter) for name, parameter in module.policy.named_parameters()})
-    rank.results["published"] = {"given": given, "held": held}
+    rank.results["published"] = {"given": given, "read alone": read_alone, "held": held}
 
 
 class InDouble(ExpertParallelStrategy):

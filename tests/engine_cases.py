@@ -128,22 +128,11 @@ def stand_in(reply: Reply, *, calls: list[tuple[str, Any]] | None = None) -> web
 
 @contextmanager
 def client_of(
-    *urls: str,
-    source: Source = Source.vllm,
-    shelf: dict[str, Mapping[str, Tensor]] | None = None,
-    axis: RouteAxis | None = AXIS,
-    **settings: Any,
+    *urls: str, source: Source = Source.vllm, axis: RouteAxis | None = AXIS, **settings: Any
 ) -> Iterator[RemoteEngine]:
-    """A client of these servers; published weights are laid on `shelf` as `step-<version>`."""
+    """A client of these servers."""
     config = RolloutsConfig(source=source, urls=list(urls), **{"timeout_seconds": 20.0, **settings})
-
-    def save(weights: Mapping[str, Tensor], version: int) -> str:
-        path = f"step-{version}"
-        if shelf is not None:
-            shelf[path] = weights
-        return path
-
-    remote = RemoteEngine(config, axis=axis, save=save)
+    remote = RemoteEngine(config, axis=axis)
     try:
         yield remote
     finally:

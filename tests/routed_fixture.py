@@ -16,7 +16,8 @@ from olmo_rl.types import Sample
 
 FIXTURE_LENGTHS = (17, 87, 19, 13, 23, 89, 29, 11)
 FIXTURE_BUDGET = 128
-FIXTURE_MODEL = replace(MODEL, max_seq_len=FIXTURE_BUDGET)
+# Many small KDA heads: with two, the gradient of A_log is the small rest of large terms (matrix_cases.py).
+FIXTURE_MODEL = replace(MODEL, max_seq_len=FIXTURE_BUDGET, kda_heads=8, kda_head_dim=4)
 CHANGED = 4  # the document of `fixture_samples(changed=True)` that has other tokens
 
 

@@ -37,14 +37,14 @@ def complete(generations: list[Generation | None]) -> list[Generation]:
 def test_greedy_answers_over_http_are_those_of_the_engine_itself() -> None:
     local = local_engine(seed=1)
     direct = local.generate(REQUESTS, max_new_tokens=5, stop_token=EOS, greedy=True, seed=0)
-    shelf: dict[str, Any] = {}
+    shelf = {"step-7": weights_of(1)}
     for source in (Source.vllm, Source.sglang):
         served = local_engine()
         with (
             listening(server_of(served, shelf=shelf).application()) as url,
-            client_of(url, source=source, shelf=shelf) as remote,
+            client_of(url, source=source) as remote,
         ):
-            remote.publish(weights_of(1), 7)
+            remote.publish("step-7", 7)
             answers = complete(
                 remote.generate(REQUESTS, max_new_tokens=5, stop_token=EOS, greedy=True, seed=0)
             )
@@ -144,7 +144,7 @@ def test_a_request_that_makes_no_sense_is_answered_with_400_and_the_server_lives
 def test_an_update_is_pause_update_flush_resume_and_a_failed_one_bumps_no_version() -> None:
     calls: list[tuple[str, Any]] = []
     with listening(stand_in(lambda body: {}, calls=calls)) as url, client_of(url) as remote:
-        remote.publish({}, 4)
+        remote.publish("step-4", 4)
         assert [path for path, _ in calls] == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
         assert calls[1][1] == {
             "method": "reload_weights",
@@ -155,7 +155,7 @@ def test_an_update_is_pause_update_flush_resume_and_a_failed_one_bumps_no_versio
         listening(stand_in(lambda body: {}, calls=calls)) as url,
         client_of(url, source=Source.sglang) as remote,
     ):
-        remote.publish({}, 4)
+        remote.publish("step-4", 4)
         assert [path for path, _ in calls] == [
             "/pause_generation",
             "/update_weights_from_disk",
@@ -166,7 +166,7 @@ def test_an_update_is_pause_update_flush_resume_and_a_failed_one_bumps_no_versio
     engine = local_engine(seed=1, version=2)
     with listening(server_of(engine).application()) as url, client_of(url) as remote:
         with pytest.raises(Refusal, match="no engine could be updated") as refused:
-            remote.publish({}, 3)
+            remote.publish("step-3", 3)
         assert "step-3: no such weights" in str(refused.value)
         assert engine.version == 2
         assert complete_text(url) == complete_text(url)  # it was resumed, and serves what it had
@@ -218,7 +218,7 @@ def test_what_one_engine_does_wrong_another_does_right_and_it_is_counted(fault: 
         listening(stand_in(answer_of)) as good,
         client_of(bad, good, retries=3) as remote,
     ):
-        remote.publish({}, 1)
+        remote.publish("step-1", 1)
         answers = complete(remote.generate(REQUESTS, max_new_tokens=4, seed=0))
         assert [answer.id for answer in answers] == [request.id for request in REQUESTS]
         assert {tuple(answer.tokens[-2:].tolist()) for answer in answers} == {(7, 8)}
@@ -235,7 +235,7 @@ def test_a_request_that_fails_everywhere_is_abandoned_and_counted() -> None:
 
     requests = [Request(id="a", tokens=[65]), Request(id="b", tokens=[67]), Request(id="c", tokens=[66])]
     with listening(stand_in(sometimes)) as url, client_of(url, retries=1) as remote:
-        remote.publish({}, 1)
+        remote.publish("step-1", 1)
         answers = remote.generate(requests, max_new_tokens=4, seed=0)
         assert [answer is None for answer in answers] == [False, True, False]
         counts = remote.counts
@@ -251,7 +251,7 @@ def test_a_stalled_engine_costs_its_time_limit_and_no_sample() -> None:
         listening(stand_in(answer_of)) as good,
         client_of(stalled, good, timeout_seconds=1.0) as remote,
     ):
-        remote.publish({}, 1)
+        remote.publish("step-1", 1)
         assert len(complete(remote.generate(REQUESTS, max_new_tokens=4, seed=0))) == len(REQUESTS)
         assert "ReadTimeout" in str(remote.engines[0].faults)
 
@@ -261,12 +261,12 @@ def test_our_own_mistakes_and_a_world_without_engines_are_refused_with_their_rea
         listening(stand_in(lambda body: (400, {"error": "prompt too long"}))) as url,
         client_of(url) as remote,
     ):
-        remote.publish({}, 1)
+        remote.publish("step-1", 1)
         with pytest.raises(Refusal, match="prompt too long"):
             remote.generate(REQUESTS, max_new_tokens=4, seed=0)
     words = "http://127.0.0.1:9: took no weights: /pause: ConnectError"
     with client_of("http://127.0.0.1:9") as remote, pytest.raises(Refusal, match=words):
-        remote.publish({}, 1)
+        remote.publish("step-1", 1)
 
 
 def test_a_sample_is_as_old_as_the_oldest_weights_that_may_have_written_it() -> None:
@@ -276,7 +276,7 @@ def test_a_sample_is_as_old_as_the_oldest_weights_that_may_have_written_it() -> 
         return answer_of(body, weight_version=versions[0])
 
     with listening(stand_in(reply)) as url, client_of(url, retries=0) as remote:
-        remote.publish({}, 5)
+        remote.publish("step-5", 5)
         versions.append(5)
         assert complete(remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0))[0].policy_version == 5
         versions[0] = 0  # the server was started again and holds what it was started with
@@ -307,14 +307,14 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_present_weights(t
     finally:
         process.kill()
     # Two engines answer; one dies with requests under way; the other takes them over.
-    dying, shelf = local_engine(), {}
+    dying, shelf = local_engine(), {"step-1": weights_of(3)}
     with (
         listening(server_of(local_engine(), shelf=shelf).application()) as lasting,
-        client_of(lasting, shelf=shelf, retries=6) as remote,
+        client_of(lasting, retries=6) as remote,
     ):
         with listening(server_of(dying, shelf=shelf).application()) as doomed:
             remote.engines.append(type(remote.engines[0])(url=doomed))
-            remote.publish(weights_of(3), 1)
+            remote.publish("step-1", 1)
             future = remote.start(
                 [Request(id=f"r{n}", tokens=[65 + n]) for n in range(40)],
                 max_new_tokens=8,
@@ -347,7 +347,7 @@ def test_an_engine_that_rests_is_asked_again_once_it_is_healthy() -> None:
         return answer_of(body) if healthy[0] else (503, {})
 
     with listening(stand_in(reply)) as url, client_of(url, retries=0) as remote:
-        remote.publish({}, 1)
+        remote.publish("step-1", 1)
         assert remote.generate(REQUESTS[:2], max_new_tokens=4, seed=0) == [None, None]
         assert remote.engines[0].resting
         healthy[0] = True

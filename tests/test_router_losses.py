@@ -344,7 +344,10 @@ def test_grouped_by_sequence_no_packing_changes_value_or_gradients_and_grouped_b
 
 
 @pytest.mark.parametrize("grouping", AuxGrouping)
-def test_the_synthetic_tails_of_another_expert_parallel_degree_change_no_bit(grouping: AuxGrouping) -> None:
+def test_the_synthetic_tails_of_another_expert_parallel_degree_change_nothing(grouping: AuxGrouping) -> None:
+    """Up to rounding: with other tails an expert multiplies another number of rows, and some CPUs' kernels
+    then round the real ones otherwise.
+    """
     packs = packs_of(step_samples())
     topologies = (Topology(1), Topology(2, 2), Topology(4, 4))
     tails = [collate(packs[0], layout=LAYOUT, topology=t).routes for t in topologies]
@@ -357,8 +360,8 @@ def test_the_synthetic_tails_of_another_expert_parallel_degree_change_no_bit(gro
             balance, z = shares(decoder, packs, config=form, topology=topology)
             found.append((float(balance), float(z), gradients_of(decoder, balance + z)))
         for other in found[1:]:
-            assert other[:2] == found[0][:2]
-            assert identical(other[2], found[0][2])
+            assert other[:2] == pytest.approx(found[0][:2], rel=EXACT)
+            assert difference(other[2], found[0][2]) < EXACT
     # Had tails taken part, so would what synthetic experts made of them, z-loss included.
     last = [len(packs[0][0]) + len(packs[0][1]) - 1]
     seen = [router_calls(decoder_of(), packs[0], topology=t, mode=RouteMode.replay) for t in topologies]

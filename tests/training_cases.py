@@ -258,7 +258,7 @@ def _source(config: Config, *, module: PolicyModule, strategy: ExpertParallelStr
     if not config.generates:
         return FileSource(config)
     local = build_local(config)
-    module.publish = local.engine.publish
+    module.publish = local.publish
     return GeneratingSource(config, parts=local, strategy=strategy)
 
 

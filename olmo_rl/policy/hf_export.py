@@ -10,7 +10,7 @@ with more ids than the embedding has rows, a directory that exists.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,10 +26,10 @@ from olmo_rl.hf_writing import config_json, format_of
 from olmo_rl.policy.hf_files import shard_plan, write_directory
 from olmo_rl.policy.hf_names import Piece, pieces
 from olmo_rl.policy.interop import CHECKPOINT_PREFIX, parameter_shapes, read_weights
+from olmo_rl.policy.sharded import Read
 from olmo_rl.types import Refusal
 
 SHARD_BYTES = 4 * 2**30
-Read = Callable[[str], Tensor]
 
 
 def export_hf(
@@ -43,7 +43,7 @@ def export_hf(
     """Write full weights by our names, and the files of `model.tokenizer`: complete or absent. Returns the
     architecture, which follows from the model.
     """
-    return _export(
+    return export_read(
         {name: tensor.shape for name, tensor in weights.items()},
         read=lambda name: weights[name],
         model=model,
@@ -60,7 +60,9 @@ def export_run(
     time, or from a Hugging Face directory, which is read whole.
     """
     shapes, read = _source(path)
-    return _export(shapes, read=read, model=model, directory=directory, dtype=dtype, shard_bytes=shard_bytes)
+    return export_read(
+        shapes, read=read, model=model, directory=directory, dtype=dtype, shard_bytes=shard_bytes
+    )
 
 
 def _source(path: str) -> tuple[Mapping[str, Sequence[int]], Read]:
@@ -96,7 +98,7 @@ def _of_checkpoint(location: Path) -> tuple[Mapping[str, Sequence[int]], Read]:
     return {name: entry.size for name, entry in stored.items()}, read
 
 
-def _export(
+def export_read(
     shapes: Mapping[str, Sequence[int]],
     *,
     read: Read,
@@ -105,6 +107,7 @@ def _export(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> HfFormat:
+    """The same from weights that are read by name, each once, in the order of the files."""
     kind = format_of(model)
     tokenizer = fitting_tokenizer(model)
     expected = parameter_shapes(model)

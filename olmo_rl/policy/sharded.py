@@ -6,12 +6,19 @@ shards add up. A model that is not sharded needs none of it and passes through. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+T = TypeVar("T")
+Read = Callable[[str], Tensor]
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -148,3 +155,94 @@ class FullWeights:
         return {
             name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), full, strict=True)
         }
+
+
+class ParameterReader:
+    """Whole parameters on rank 0, one after another: what any rank holds beside the shards is one parameter.
+
+    Built once from the sharded model, which is a collective. Where a part lies is told by its placement, so
+    any sharding is followed, uneven and strided ones too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        reshard(model)  # so that the parameters below are the shards which the optimizer updates
+        self._parameters = dict(model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
+        self._rank = dist.get_rank() if self._sharded else 0
+        if self._sharded:
+            device = next(iter(self._parameters.values())).device
+            room = torch.tensor([local_part(p).numel() for p in self._parameters.values()], device=device)
+            dist.all_reduce(room, op=dist.ReduceOp.MAX)
+            self._room = dict(zip(self._parameters, room.tolist(), strict=True))
+            mine = {name: [_span(along) for along in places(p)] for name, p in self._parameters.items()}
+            self._places: list[dict[str, list[slice | Tensor]]] | None = None
+            if self._rank == 0:
+                self._places = [{} for _ in range(dist.get_world_size())]
+            dist.gather_object(mine, self._places)
+
+    def on_rank_zero(self, work: Callable[[Read], T]) -> T | None:
+        """What `work` makes of a function that reads a parameter by name, float32, on rank 0; None on the
+        others, which send their parts of what it reads until it ends. A collective.
+        """
+        if self._rank > 0:
+            while (name := self._told(None)) is not None:
+                self._collect(name)
+            return None
+        try:
+            return work(self._read)
+        finally:
+            self._told(None)
+
+    def _read(self, name: str) -> Tensor:
+        self._told(name)
+        return self._collect(name)
+
+    def _told(self, name: str | None) -> str | None:
+        """What rank 0 reads next, None when it has done."""
+        if not self._sharded:
+            return name
+        telling = [name]
+        dist.broadcast_object_list(telling, src=0)
+        return telling[0]
+
+    @torch.no_grad()
+    def _collect(self, name: str) -> Tensor:
+        """The whole parameter on rank 0, this rank's padded part of it on the others."""
+        parameter = self._parameters[name]
+        part = local_part(parameter).detach()
+        if not self._sharded:
+            return part.to(torch.float32, copy=True)
+        sent = part.new_zeros(self._room[name], dtype=torch.float32)
+        sent[: part.numel()] = part.reshape(-1)
+        if self._places is None:
+            dist.gather(sent, dst=0)
+            return sent
+        parts = [torch.empty_like(sent) for _ in self._places]
+        dist.gather(sent, parts, dst=0)
+        whole = torch.empty(parameter.shape, dtype=torch.float32)
+        for flat, held in zip(parts, self._places, strict=True):
+            _put(whole, flat.cpu(), held[name])
+        return whole
+
+
+def _span(along: Tensor) -> slice | Tensor:
+    """Ascending indices as a slice, where they have no gaps."""
+    if len(along) == 0:
+        return slice(0, 0)
+    first, last = int(along[0]), int(along[-1])
+    return slice(first, last + 1) if last - first + 1 == len(along) else along
+
+
+def _put(whole: Tensor, flat: Tensor, held: list[slice | Tensor]) -> None:
+    """Copy the part that has the indices `held` along every dimension; `flat` may be longer."""
+    along = [
+        np.arange(size)[places] if isinstance(places, slice) else places.numpy()
+        for size, places in zip(whole.shape, held, strict=True)
+    ]
+    shape = [len(places) for places in along]
+    part = flat[: int(np.prod(shape))].view(shape)
+    if all(isinstance(places, slice) for places in held):
+        whole[tuple(held)] = part
+    else:
+        whole.numpy()[np.ix_(*along)] = part.numpy()

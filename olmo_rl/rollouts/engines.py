@@ -17,13 +17,12 @@ import hashlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
-from torch import Tensor
 
 from olmo_rl.choices import Source
 from olmo_rl.config import RolloutsConfig
@@ -73,23 +72,15 @@ class Counts:
 
 class RemoteEngine:
     """The engines of `rollouts.urls` behind the calls of `LocalEngine`. A thread runs the event loop, so that
-    generation goes on while the caller trains. `save` writes full weights for a version and returns the path
-    that engines read.
+    generation goes on while the caller trains.
     """
 
-    def __init__(
-        self,
-        config: RolloutsConfig,
-        *,
-        axis: RouteAxis | None,
-        save: Callable[[Mapping[str, Tensor], int], str],
-    ) -> None:
+    def __init__(self, config: RolloutsConfig, *, axis: RouteAxis | None) -> None:
         self.version: int | None = None
         self.counts = Counts()
         self.engines = [Engine(url=url.rstrip("/")) for url in config.urls]
         self._config = config
         self._axis = axis
-        self._save = save
         self._published: str | None = None
         self._model: str | None = config.served_model
         self._loop = asyncio.new_event_loop()
@@ -119,16 +110,13 @@ class RemoteEngine:
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
 
-    def publish(self, weights: Mapping[str, Tensor], version: int) -> str:
-        """Write the weights, then pause -> update -> flush -> resume every engine that answers; where they
-        lie. An engine that fails keeps its old version and gets no request until it has caught up. Refused
-        where none is left.
+    def publish(self, path: str, version: int) -> None:
+        """Pause -> update from `path` -> flush -> resume every engine that answers. An engine that fails
+        keeps its old version and gets no request until it has caught up. Refused where none is left.
         """
-        path = self._save(weights, version)
         self._published = path
         self.version = version
         self._call(self._update_all())
-        return path
 
     @property
     def versions(self) -> dict[str, int | None]:

@@ -17,31 +17,32 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
+from torch import nn
 from typing_extensions import override
 
 from olmo_rl.config import Config, LoggerKind, Source
 from olmo_rl.data.tasks import Task, build_task
 from olmo_rl.data.tokenizers import Tokenizer, load_tokenizer
 from olmo_rl.policy.engine import LocalEngine
+from olmo_rl.policy.sharded import FullWeights
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.training.metrics_csv import MetricsCsv
 from olmo_rl.training.processes import cluster_environment
-from olmo_rl.training.remote import build_remote, shared_publication
+from olmo_rl.training.remote import Publication, build_remote
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutParts:
-    """The parts that generating and held-out evaluation share. `publish` hands new weights to the engine, on
-    all ranks alike; `close` lets go of it.
+    """The parts that generating and held-out evaluation share. `publish` hands a policy's weights and their
+    version to the engine, on all ranks alike; `close` lets go of it.
     """
 
     task: Task
     tokenizer: Tokenizer
     engine: LocalEngine | RemoteEngine
-    publish: Callable[[dict[str, Tensor], int], None]
+    publish: Callable[[nn.Module, int], None]
     close: Callable[[], None] = lambda: None
 
 
@@ -78,8 +79,21 @@ def build_local(config: Config) -> RolloutParts:
         task=build_task(config.task, seed=config.seed),
         tokenizer=load_tokenizer(config.model.tokenizer),
         engine=engine,
-        publish=engine.publish,
+        publish=LocalPublication(engine),
     )
+
+
+class LocalPublication:
+    """Full weights for the engine of this process: every rank generates, and holds a copy for it."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self._weights: FullWeights | None = None
+
+    def __call__(self, decoder: nn.Module, version: int) -> None:
+        if self._weights is None:
+            self._weights = FullWeights(decoder)
+        self._engine.publish(self._weights.gather(), version)
 
 
 def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutParts:
@@ -91,7 +105,7 @@ def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutP
         task=build_task(config.task, seed=config.seed),
         tokenizer=load_tokenizer(config.model.tokenizer),
         engine=remote,
-        publish=shared_publication(remote, strategy=strategy),
+        publish=Publication(remote, config=config, strategy=strategy),
         close=remote.close,
     )
 

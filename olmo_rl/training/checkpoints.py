@@ -159,6 +159,7 @@ class Checkpoints(Callback):
         if trainer.global_step == self._last_saved:
             return
         self._last_saved = trainer.global_step
+        _write_row(trainer)
         final = checkpoint_path(self._config.run_dir, step=trainer.global_step)
         scratch = final.with_name(final.name + SCRATCH)
         if trainer.is_global_zero and scratch.exists():
@@ -173,3 +174,15 @@ class Checkpoints(Callback):
             for old in complete_checkpoints(self._config.run_dir)[: -self._config.callbacks.keep_checkpoints]:
                 shutil.rmtree(old)
         trainer.strategy.barrier()
+
+
+def _write_row(trainer: Trainer) -> None:
+    """Hand what was logged since the last row to the loggers. Lightning does so behind the hooks of an
+    update, and a run killed between its checkpoint and its row would resume without that row.
+    """
+    connector = trainer._logger_connector
+    if trainer._results is None or connector._first_loop_iter is None:
+        return  # between epochs nothing waits
+    connector.update_train_step_metrics()
+    connector.on_batch_end()  # what other callbacks watch stays
+    trainer._results.reset()  # or the same row is written again

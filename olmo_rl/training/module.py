@@ -42,8 +42,8 @@ class PolicyModule(LightningModule):
     """A decoder trained by `objective`. `report` describes the last update, None after a skipped one;
     `new_graphs` are what it compiled.
 
-    `publish` is called with full weights and the policy version before the first update and after every
-    update.
+    `publish` is called with the decoder and the policy version before the first update and after every
+    update, by all ranks.
     """
 
     def __init__(self, config: Config, *, objective: Objective) -> None:
@@ -52,9 +52,8 @@ class PolicyModule(LightningModule):
         self.config = config
         self.objective = objective
         self.decoder: HybridDecoder | None = None
-        self._weights: sharded.FullWeights | None = None
         self.reference: FrozenReference | None = None
-        self.publish: Callable[[dict[str, Tensor], int], None] | None = None
+        self.publish: Callable[[HybridDecoder, int], None] | None = None
         self.on_predict: Callable[[Any], None] | None = None
         self.on_pack: Callable[[int, int], None] | None = None
         self.report: UpdateReport | None = None
@@ -69,15 +68,6 @@ class PolicyModule(LightningModule):
         """The decoder, once Lightning configured the model."""
         assert self.decoder is not None
         return self.decoder
-
-    @property
-    def weights(self) -> sharded.FullWeights:
-        """Gathers full weights. Built at the first use, on all ranks at once: it costs more than a full copy,
-        which a run over files never needs.
-        """
-        if self._weights is None:
-            self._weights = sharded.FullWeights(self.policy)
-        return self._weights
 
     @property
     def strategy(self) -> ExpertParallelStrategy:
@@ -143,9 +133,9 @@ class PolicyModule(LightningModule):
         self.on_predict(batch)
 
     def publish_weights(self) -> None:
-        """Hand full weights to whoever generates. Every rank takes part in the gather."""
+        """Hand the weights to whoever generates, a collective."""
         if self.publish is not None:
-            self.publish(self.weights.gather(), self.trainer.global_step)
+            self.publish(self.policy, self.trainer.global_step)
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -188,13 +178,15 @@ class PolicyModule(LightningModule):
         batch.finished = True  # from here on a checkpoint goes on with the next step
         report.phases = self._watch.seconds()
         report.seconds = time.perf_counter() - started
-        report.publish_seconds = self._timed_publish()
         self.report = report
         compiled = self._look_for_graphs()
         report.warn_of_mismatch(update=self.trainer.global_step)
-        if report.stepped:
-            skipped = {"batch/skipped_updates": float(self.skipped_updates)}
-            self._log(report.metrics() | batch.facts | skipped | compiled)
+        try:
+            report.publish_seconds = self._timed_publish()
+        finally:  # an update that no engine took happened nevertheless, and its checkpoint has a row
+            if report.stepped:
+                skipped = {"batch/skipped_updates": float(self.skipped_updates)}
+                self._log(report.metrics() | batch.facts | skipped | compiled)
 
     def _look_for_graphs(self) -> dict[str, float]:
         """Keep what was compiled since the last update; the number of graphs so far as a metric."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import nn
 
-from olmo_rl.config import Config
+from olmo_rl.config import Config, Dtype
+from olmo_rl.hf_writing import format_of
+from olmo_rl.policy.hf_export import export_read
 from olmo_rl.policy.interop import save_weights
+from olmo_rl.policy.sharded import ParameterReader, Read
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import RouteAxis
 from olmo_rl.training.strategy import ExpertParallelStrategy
@@ -22,36 +25,72 @@ def build_remote(config: Config) -> RemoteEngine:
     """This rank's client of the engines that `rollouts.urls` names."""
     layout = config.model.expert_layout if config.replay else None
     axis = None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
-    directory = (Path(config.run_dir) / "published").resolve()
+    return RemoteEngine(config.rollouts, axis=axis)
 
-    def save(weights: Mapping[str, Tensor], version: int) -> str:
-        path = directory / f"step-{version}.safetensors"
-        save_weights(weights, path)
-        for old in sorted(directory.glob("step-*"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+
+class Publication:
+    """Weights to engines, as all ranks call it: rank 0 writes `published/step-<version>` of the run directory
+    and has every engine read it, the others learn what each engine holds.
+
+    A Hugging Face directory, which any engine reads (`export.dtype` and `export.shard_gib` shape it), or one
+    safetensors file by our own names where no architecture says what the model is. Parameters are read from
+    the shards one by one: no rank holds a copy of the model.
+    """
+
+    def __init__(self, remote: RemoteEngine, *, config: Config, strategy: ExpertParallelStrategy) -> None:
+        self._remote = remote
+        self._config = config
+        self._strategy = strategy
+        self._directory = (Path(config.run_dir) / "published").resolve()
+        self._reader: ParameterReader | None = None
+
+    def __call__(self, decoder: nn.Module, version: int) -> None:
+        if self._reader is None:
+            self._reader = ParameterReader(decoder)
+        shapes = self._reader.shapes
+        path = self._reader.on_rank_zero(lambda read: self._write(shapes, read=read, version=version))
+        outcome = self._strategy.from_rank_zero(lambda: self._update_engines(path, version))
+        if isinstance(outcome, Refusal):
+            raise outcome
+        if self._strategy.global_rank > 0:
+            path, versions = outcome
+            self._remote.adopt(path, version, versions=versions)
+
+    def _write(self, shapes: dict[str, torch.Size], *, read: Read, version: int) -> str | Refusal:
+        """Where the weights lie now, the oldest gone; a Refusal is told to all ranks before it is raised."""
+        try:
+            format_of(self._config.model)
+        except Refusal:
+            path = self._directory / f"step-{version}.safetensors"
+            save_weights({name: read(name) for name in shapes}, path)
+        else:
+            path = self._directory / f"step-{version}"
+            shutil.rmtree(path, ignore_errors=True)  # of a run that went as far, and was killed
+            options = self._config.export
+            try:
+                export_read(
+                    shapes,
+                    read=read,
+                    model=self._config.model,
+                    directory=path,
+                    dtype=torch.bfloat16 if options.dtype is Dtype.bfloat16 else torch.float32,
+                    shard_bytes=int(options.shard_gib * 2**30),
+                )
+            except (Refusal, OSError) as error:
+                return error if isinstance(error, Refusal) else Refusal(f"{path}: {error}")
+        for old in sorted(self._directory.glob("step-*"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         return str(path)
 
-    return RemoteEngine(config.rollouts, axis=axis, save=save)
-
-
-def shared_publication(
-    remote: RemoteEngine, *, strategy: ExpertParallelStrategy
-) -> Callable[[dict[str, Tensor], int], None]:
-    """Publish as all ranks call it: rank 0 writes and updates, the others learn what every engine holds."""
-
-    def publish(weights: dict[str, Tensor], version: int) -> None:
-        def on_rank_zero() -> tuple[str, dict[str, int | None]] | Refusal:
-            try:
-                path = remote.publish(weights, version)
-            except Refusal as refusal:
-                return refusal
-            return path, remote.versions
-
-        outcome = strategy.from_rank_zero(on_rank_zero)
-        if isinstance(outcome, Refusal):
-            raise outcome
-        if strategy.global_rank > 0:
-            path, versions = outcome
-            remote.adopt(path, version, versions=versions)
-
-    return publish
+    def _update_engines(
+        self, path: str | Refusal | None, version: int
+    ) -> tuple[str, dict[str, int | None]] | Refusal:
+        """On rank 0."""
+        assert path is not None
+        if isinstance(path, Refusal):
+            return path
+        try:
+            self._remote.publish(path, version)
+        except Refusal as refusal:
+            return refusal
+        return path, self._remote.versions

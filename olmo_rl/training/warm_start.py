@@ -13,6 +13,7 @@ from olmo_rl.config import Config
 from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.interop import save_weights
+from olmo_rl.policy.sharded import FullWeights
 from olmo_rl.training.build import build_trainer
 from olmo_rl.training.callbacks import ProgressDisplay
 from olmo_rl.training.demonstrations import SupervisedDataModule, TaskDemonstrations
@@ -73,7 +74,7 @@ def warm_start(config: Config) -> Config:
 
 def _save(module: PolicyModule, *, path: Path) -> None:
     """A collective: every rank gathers, rank 0 writes, nobody goes on before the file is there."""
-    weights = module.weights.gather()
+    weights = FullWeights(module.policy).gather()
     if module.strategy.global_rank == 0:
         save_weights(weights, path)
     module.strategy.barrier()
