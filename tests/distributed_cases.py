@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from training_cases import config_of, masked, samples_of, write_files
+from training_cases import MODEL, config_of, masked, samples_of, write_files
 
 from olmo_rl.config import (
     BatchConfig,
+    BlockNorms,
     Config,
     LossConfig,
     OnNonfinite,
@@ -54,12 +55,15 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.sharded import FullWeights, ParameterReader
+from olmo_rl.policy.interop import read_weights
+from olmo_rl.policy.sharded import FullWeights
+from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.training.build import build_trainer
 from olmo_rl.training.callbacks import ContractLog
 from olmo_rl.training.datamodule import RolloutDataModule
 from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.remote import Publication
 from olmo_rl.training.sources import FileSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY
@@ -324,27 +328,70 @@ def converse(rank: Rank) -> None:
         rank.run(f"{name} data", sft.train, config)
 
 
-def publish(rank: Rank) -> None:
-    """What a publisher finds, as a copy on every rank and one by one on rank 0, by policy version; what the
-    policy then holds.
+@dataclass(eq=False)
+class Engines:
+    """What a publication tells the client of the engines."""
+
+    published: dict[int, str] = field(default_factory=dict)
+    adopted: dict[int, str] = field(default_factory=dict)
+    full: bool = False
+
+    @property
+    def versions(self) -> dict[str, int | None]:
+        return {"http://engine": max(self.published)}
+
+    def publish(self, path: str, version: int) -> None:
+        if self.full:
+            raise Refusal("no engine could be updated")
+        self.published[version] = path
+
+    def adopt(self, path: str, version: int, *, versions: dict[str, int | None]) -> None:
+        assert versions == {"http://engine": version}
+        self.adopted[version] = path
+
+
+def publish(rank: Rank, *, name: str, block_norms: BlockNorms) -> None:
+    """What a publisher finds, as a copy on every rank and in what is written for engines, by policy version;
+    what the policy then holds.
     """
+    config = rank.config(
+        name,
+        files="four",
+        trainer=TrainerConfig(devices=rank.world, max_steps=2),
+        model=replace(MODEL, block_norms=block_norms),
+    )
     given: dict[int, str] = {}
-    read_alone: dict[int, str | None] = {}
+    written: dict[int, str] = {}
+    engines, strategy = Engines(), ExpertParallelStrategy(config)
+    publication = Publication(cast(RemoteEngine, engines), config=config, strategy=strategy)
 
     def note(decoder: nn.Module, version: int) -> None:
         given[version] = digest(FullWeights(decoder).gather())
-        reader = ParameterReader(decoder)
-        read_alone[version] = reader.on_rank_zero(lambda read: digest({n: read(n) for n in reader.shapes}))
+        publication(decoder, version)
+        if version in engines.published:
+            found = read_weights(engines.published[version])
+            written[version] = digest({name: found[name] for name, _ in decoder.named_parameters()})
 
-    config = rank.config("published", files="four", trainer=TrainerConfig(devices=rank.world, max_steps=2))
     module = PolicyModule(config, objective=POLICY)
     module.publish = note
     data = RolloutDataModule(config, source=FileSource(config))
-    strategy = ExpertParallelStrategy(config)
     trainer = build_trainer(config, strategy=strategy, max_steps=2, callbacks=[], loggers=[])
     trainer.fit(module, datamodule=data)
     held = digest({name: full(parameter) for name, parameter in module.policy.named_parameters()})
-    rank.results["published"] = {"given": given, "read alone": read_alone, "held": held}
+    kept = sorted(path.name for path in (Path(config.run_dir) / "published").iterdir())
+    engines.full, refused = True, ""
+    try:
+        publication(module.policy, 2)
+    except Refusal as refusal:
+        refused = str(refusal)
+    rank.results[name] = {
+        "given": given,
+        "written": written,
+        "adopted": [Path(path).name for path in engines.adopted.values()],
+        "held": held,
+        "kept": kept,
+        "refused": refused,
+    }
 
 
 class InDouble(ExpertParallelStrategy):
@@ -388,7 +435,9 @@ def run_rank(number: int, world: int, directory: str) -> None:
                 follow_contracts(rank)
                 pad(rank)
                 interrupt_and_resume(rank)
-                publish(rank)
+                # Hugging Face directories can say the first model, and not the second.
+                publish(rank, name="published", block_norms=BlockNorms.both)
+                publish(rank, name="published flat", block_norms=BlockNorms.before)
         torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
 
 

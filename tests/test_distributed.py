@@ -219,7 +219,7 @@ def test_samples_that_do_not_divide_over_the_ranks_are_the_same_error_on_every_r
 
 
 def test_a_step_that_is_not_finite_is_abandoned_by_both_ranks_alike(two: list[Found]) -> None:
-    initial = two[0]["published"]["given"][0]
+    initial = two[0]["published flat"]["given"][0]
     for rank in two:
         assert rank["huge abort"]["ended"].startswith("Refusal: update 1: loss ")
         assert rank["huge abort"]["ended"] == two[0]["huge abort"]["ended"]
@@ -292,13 +292,24 @@ def test_the_engine_still_agrees_after_an_update_was_published(two: list[Found])
 
 def test_every_rank_is_given_the_same_weights_after_every_update(two: list[Found]) -> None:
     given = two[0]["published"]["given"]
-    assert two[0]["published"]["read alone"] == given
-    assert two[1]["published"]["read alone"] == dict.fromkeys(given)
     assert list(given) == [0, 1, 2]
     assert len(set(given.values())) == 3
     for rank in two:
         assert rank["published"]["given"] == given
         assert rank["published"]["held"] == given[2]
+
+
+@pytest.mark.parametrize(("model", "suffix"), [("published", ""), ("published flat", ".safetensors")])
+def test_engines_are_given_the_weights_of_all_shards_bit_for_bit(
+    two: list[Found], model: str, suffix: str
+) -> None:
+    assert two[0][model]["written"] == two[0][model]["given"]
+    names = [f"step-{version}{suffix}" for version in range(3)]
+    assert two[1][model]["written"] == {}
+    assert two[1][model]["adopted"] == names
+    for rank in two:
+        assert rank[model]["kept"] == names[1:], "the oldest go, and nothing is left of the writing"
+        assert "no engine could be updated" in rank[model]["refused"]
 
 
 def test_a_signal_to_one_rank_ends_both_with_a_checkpoint_and_resuming_loses_nothing(

@@ -301,7 +301,7 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_present_weights(t
     try:
         assert url.startswith("http://127.0.0.1:")
         with urllib.request.urlopen(f"{url}/health", timeout=30) as health:
-            assert json.loads(health.read()) == {"weight_version": None}
+            assert json.loads(health.read()) == {"weight_version": None, "requests": 0}
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:

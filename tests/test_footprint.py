@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from composing import compose_fast
 
-from olmo_rl.policy.footprint import largest_block, parameters_of_rank
+from olmo_rl.config import Source
+from olmo_rl.policy.footprint import largest_block, memory_table, parameters_of_rank
 from recipes import validate
 
 SHAPES = {
@@ -35,3 +38,14 @@ def test_validate_prints_parameters_and_memory_of_a_released_model(
     assert "30,532,122,624 parameters, 3,353,032,704 active per token" in text
     for name in ("weights", "gradients", "adam", "gathered", "activations", "logits", "publishing", "sum"):
         assert f"memory     {name}" in text
+
+
+def test_publishing_to_serving_engines_takes_one_parameter_and_one_file_on_rank_0() -> None:
+    config = compose_fast("+experiment=qwen3_30b_a3b", "trainer=nodes", "export.shard_gib=2")
+    assert config.rollouts.source is Source.vllm
+    (line,) = (line for line in memory_table(config, shapes=SHAPES) if line.name == "publishing")
+    largest = max(math.prod(shape) for shape in SHAPES.values())
+    assert line.bytes == 4 * (2 * largest + sum(math.prod(shape) for shape in SHAPES.values()))
+    here = compose_fast("+experiment=packed_moe")
+    (line,) = (line for line in memory_table(here, shapes=SHAPES) if line.name == "publishing")
+    assert line.how == "full weights on every rank and their gather"

@@ -104,10 +104,15 @@ def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Li
     rows = config.policy.logprob_chunk if config.policy.logprobs is LogprobKind.chunked else config.budget
     logits = 3 * rows * config.model.vocab_size * 4
     lines.append(Line(name="logits", bytes=logits, how=f"{rows:,} tokens, with softmax and gradient"))
-    if config.generates:
+    if config.generates and config.rollouts.source is not Source.local:
+        largest = 2 * max(math.prod(shape) for shape in shapes.values()) * _MASTER
+        written = 2 if config.export.dtype is Dtype.bfloat16 else 4
+        file = min(total * written, int(config.export.shard_gib * 2**30))
+        how = "on rank 0: one parameter, its gather, one file"
+        lines.append(Line(name="publishing", bytes=largest + file, how=how))
+    if config.rollouts.source is Source.local:
         address = (4 if total < 2**31 else 8) if sharded else 0
         copies = total * (address + _MASTER * (2 if sharded else 1))
         lines.append(Line(name="publishing", bytes=copies, how="full weights on every rank and their gather"))
-    if config.rollouts.source is Source.local:
         lines.append(Line(name="engine", bytes=total * _MASTER, how="full weights of the local engine"))
     return lines

@@ -77,6 +77,7 @@ class EngineServer:
         self._running = asyncio.Event()
         self._running.set()
         self._batches: asyncio.Task[None] | None = None
+        self._under_way = 0
 
     def application(self) -> web.Application:
         """Routes and life cycle."""
@@ -108,7 +109,7 @@ class EngineServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         del request
-        return web.json_response({"weight_version": self._engine.version})
+        return web.json_response({"weight_version": self._engine.version, "requests": self._under_way})
 
     async def _models(self, request: web.Request) -> web.Response:
         del request
@@ -142,7 +143,11 @@ class EngineServer:
         ]
         for one in waiting:
             self._queue.put_nowait(one)
-        generations = await asyncio.gather(*(one.result for one in waiting))
+        self._under_way += len(waiting)
+        try:
+            generations = await asyncio.gather(*(one.result for one in waiting))
+        finally:
+            self._under_way -= len(waiting)
         choices = [
             self._choice(generation, index=index, prompt=one.request.tokens, body=body)
             for index, (generation, one) in enumerate(zip(generations, waiting, strict=True))

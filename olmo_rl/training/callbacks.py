@@ -73,6 +73,7 @@ class ContractLog(Callback):
             token_budget=batch.budget,
             fill=sum(pack.real_tokens for pack in batch.packs) / (len(batch.packs) * batch.budget),
             samples_per_pack=[len(pack.ids) for pack in batch.packs],
+            sample_ids=[list(pack.ids) for pack in batch.packs],
             plan="planned" if batch.schedule is None else batch.schedule.origin,
         )
         for event, values in module.report.events().items():

@@ -172,6 +172,8 @@ class PolicyModule(LightningModule):
             norm = sharded.clip_grad_norm(self.policy, max_norm=self.config.optim.max_grad_norm)
         report.grad_norm = float(norm)
         report.lr = self.trainer.optimizers[0].param_groups[0]["lr"]
+        if self.objective.anchored and self.config.loss.kl_coef > 0:
+            report.reference = "recorded" if self.reference is None else "frozen"
         if self._may_step(report, reports=reports):
             with self._watch.lap("optimizer"):
                 self._step()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +26,14 @@ from olmo_rl.training.update import GAP_EDGES, PackReport
 @dataclass(kw_only=True, slots=True)
 class UpdateReport:
     """What one update did, over all ranks. `totals` are global sums by name, `expert_entropies` of the routed
-    layers in order, none without replay.
+    layers in order, none without replay; `versions`: samples by the policy version that wrote them;
+    `reference`: frozen or recorded, None where it has no part.
     """
 
     decision: Decision
     totals: dict[str, float]
     p99_gap: float
-    versions: tuple[int, int]
+    versions: Counter[int]
     batch: PackedBatch
     coverage: float
     max_drift: float
@@ -44,6 +46,7 @@ class UpdateReport:
     phases: dict[str, float] = field(default_factory=dict)
     publish_seconds: float = 0.0
     balance: dict[str, Any] | None = None
+    reference: str | None = None
     stepped: bool = True
 
     @classmethod
@@ -74,12 +77,11 @@ class UpdateReport:
         if batch.forecast is not None:
             balance = batch.forecast.compare(observed.long().reshape(loads.shape).cpu().numpy())
         maxima = max_over_ranks(torch.stack([r.maxima for r in reports]).amax(0)).tolist()
-        versions = [sample.policy_version for sample in batch.samples]
         return cls(
             decision=decision,
             totals=dict(zip(names, totals.tolist(), strict=True)),
             p99_gap=_percentile(counts.tolist(), share=0.99),
-            versions=(min(versions), max(versions)),
+            versions=Counter(sample.policy_version for sample in batch.samples),
             batch=batch,
             coverage=_coverage(batch),
             max_drift=maxima[0],
@@ -159,7 +161,9 @@ class UpdateReport:
             "max_ratio": self.max_ratio,
             "grad_norm": self.grad_norm,
             "lr": self.lr,
-            "policy_versions": list(self.versions),
+            "policy_versions": [min(self.versions), max(self.versions)],
+            "samples_by_version": {str(v): count for v, count in sorted(self.versions.items())},
+            "reference": self.reference,
             "local_scored_tokens": sum(int(pack["loss_mask"].sum()) for pack in self.batch.packs),
             "global_scored_tokens": self.batch.normalisers.tokens,
             "global_responses": self.batch.normalisers.responses,
