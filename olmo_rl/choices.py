@@ -149,6 +149,11 @@ class Source(Enum):
     sglang = "sglang"
 
 
+class PublicationKind(Enum):
+    directory = "directory"  # files that every engine reads
+    collective = "collective"  # a broadcast from rank 0
+
+
 class OnVerifierFailure(Enum):
     refuse = "refuse"  # the run ends, naming the problem
     leave_out = "leave_out"  # the sample is not trained

@@ -28,6 +28,7 @@ from olmo_rl.choices import (
     OnVerifierFailure,
     Overlong,
     PackingKind,
+    PublicationKind,
     QkNorm,
     Recompute,
     Reduction,
@@ -127,6 +128,8 @@ class RolloutsConfig:
     concurrency: int = 64  # vllm, sglang: requests under way at once, for each rank
     timeout_seconds: float = 600.0  # vllm, sglang: of one request, and of waiting for an engine that works
     retries: int = 4  # vllm, sglang: further attempts of one request, elsewhere where possible
+    publication: PublicationKind = PublicationKind.directory  # vllm, sglang: how engines get new weights
+    engine_ranks: int = 1  # publication=collective: GPUs of one engine, tp x dp of SGLang
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,9 @@ from aiohttp import web
 from olmo_rl.config import Config
 from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.engine import LocalEngine
-from olmo_rl.policy.interop import read_weights
+from olmo_rl.policy.hf_export import engine_pieces
+from olmo_rl.policy.interop import parameter_shapes, read_weights
+from olmo_rl.rollouts.collective import Arrivals
 from olmo_rl.rollouts.server import EngineServer
 from olmo_rl.types import Refusal
 
@@ -22,7 +24,12 @@ def run(config: Config) -> None:
     engine = LocalEngine(config.model, device=device)
     if config.init_from is not None:
         engine.publish(read_weights(config.init_from), 0)
-    server = EngineServer(engine, tokenizer=fitting_tokenizer(config.model), load=read_weights)
+    server = EngineServer(
+        engine,
+        tokenizer=fitting_tokenizer(config.model),
+        load=read_weights,
+        arrivals=Arrivals(engine_pieces(config.model), shapes=parameter_shapes(config.model)),
+    )
     host, port = config.serve.host, config.serve.port
 
     def announce(text: str) -> None:

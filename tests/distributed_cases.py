@@ -379,6 +379,7 @@ def publish(rank: Rank, *, name: str, block_norms: BlockNorms) -> None:
     trainer.fit(module, datamodule=data)
     held = digest({name: full(parameter) for name, parameter in module.policy.named_parameters()})
     kept = sorted(path.name for path in (Path(config.run_dir) / "published").iterdir())
+    dist.barrier()  # rank 0 writes the next
     engines.full, refused = True, ""
     try:
         publication(module.policy, 2)

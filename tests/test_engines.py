@@ -9,18 +9,29 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
+import torch
 from composing import ROOT
-from engine_cases import AXIS, client_of, listening, local_engine, server_of, stand_in, weights_of
+from engine_cases import AXIS, MODEL, client_of, listening, local_engine, server_of, stand_in, weights_of
+from torch import Tensor
 
-from olmo_rl.config import Source
+from olmo_rl.config import PublicationKind, Source
 from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.policy.engine import Generation, Request
+from olmo_rl.policy.hf_export import buckets
+from olmo_rl.policy.hf_names import Piece
+from olmo_rl.rollouts.collective import Arrivals, join, own_store
+from olmo_rl.rollouts.control import Engine
+from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import completions_of
 from olmo_rl.types import Refusal
 
@@ -353,3 +364,94 @@ def test_an_engine_that_rests_is_asked_again_once_it_is_healthy() -> None:
         healthy[0] = True
         assert len(complete(remote.generate(REQUESTS[:2], max_new_tokens=4, seed=0))) == 2
         assert not remote.engines[0].resting
+
+
+def sent_in_parts(seed: int, *, limit: int = 2000) -> Iterator[dict[str, Tensor]]:
+    weights = weights_of(seed)
+    return buckets(MODEL, read=weights.__getitem__, dtype=torch.float32, limit=limit)
+
+
+def collective(*urls: str, **settings: Any) -> AbstractContextManager[RemoteEngine]:
+    return client_of(*urls, source=Source.sglang, publication=PublicationKind.collective, **settings)
+
+
+def test_broadcast_weights_are_the_published_ones_and_arrive_whole_or_not_at_all() -> None:
+    direct = local_engine(seed=1).generate(REQUESTS, max_new_tokens=5, stop_token=EOS, greedy=True, seed=0)
+    first, second = local_engine(), local_engine()
+    with (
+        listening(server_of(first).application()) as a,
+        listening(server_of(second).application()) as b,
+        collective(a, b) as remote,
+    ):
+        for version, seed in ((1, 5), (2, 1)):
+            remote.broadcast(sent_in_parts(seed), version)
+            assert remote.versions == {a: version, b: version}
+            assert (first.version, second.version) == (version, version)
+        answers = complete(remote.generate(REQUESTS, max_new_tokens=5, stop_token=EOS, greedy=True, seed=0))
+        for mine, theirs in zip(direct, answers, strict=True):
+            assert theirs.tokens.tolist() == mine.tokens.tolist()
+            assert theirs.policy_version == 2
+        assert all(engine.under_way == 0 for engine in remote.engines)
+        with pytest.raises(Refusal, match="x.weight is not a weight of this model"):
+            remote.broadcast([{"x.weight": torch.zeros(2)}], 3)
+        assert (first.version, second.version) == (2, 2)
+
+
+def test_an_engine_that_dies_in_a_broadcast_is_left_out_and_gets_the_next_one() -> None:
+    dying, lasting, again = local_engine(), local_engine(), local_engine()
+    with (
+        listening(server_of(lasting).application()) as lasts,
+        collective(lasts, retries=6) as remote,
+        listening(server_of(again).application()) as back,
+    ):
+        with listening(server_of(dying).application()) as dies:
+            remote.engines.append(Engine(url=dies))
+            remote.broadcast(sent_in_parts(1), 1)
+            assert remote.versions == {lasts: 1, dies: 1}
+        remote.broadcast(sent_in_parts(2), 2)
+        assert (lasting.version, dying.version) == (2, 1)
+        assert len(complete(remote.generate(REQUESTS, max_new_tokens=4, seed=0))) == len(REQUESTS)
+        remote.engines[1].url = back  # at its old address, without weights
+        remote.broadcast(sent_in_parts(3), 3)
+        assert remote.versions == {lasts: 3, back: 3}
+        assert again.version == 3
+
+
+def test_an_engine_that_says_no_version_may_have_been_started_again_since_the_broadcast() -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        return answer_of(body)
+
+    with listening(stand_in(reply)) as url, collective(url, retries=0) as remote:
+        remote.version = remote.engines[0].version = 4
+        assert remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0) == [None]
+        assert "weights of version None, published were 4" in str(remote.engines[0].faults)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"group_name": "nobody"}, "was not opened"),
+        ({"names": ["a"], "dtypes": ["float32"]}, "give three lists of one length"),
+        ({"names": [], "dtypes": [], "shapes": []}, "give three lists of one length"),
+        (
+            {"names": ["norm.weight"], "dtypes": ["float32"], "shapes": [[3]]},
+            "norm.weight has \\[3\\], the model",
+        ),
+        ({"names": ["norm.weight"], "dtypes": ["int8"], "shapes": [[16]]}, "norm.weight has 'int8'"),
+    ],
+)
+def test_tensors_of_another_model_are_refused_before_any_is_received(
+    body: dict[str, Any], words: str
+) -> None:
+    part = Piece(name="norm.weight", shape=(16,), parameter="norm.weight", start=0, stop=16)
+    arrivals = Arrivals([part], shapes={"norm.weight": torch.Size([16])})
+    store, told = own_store("g", world_size=2)
+    meeting = partial(join, store, name="g", rank=0, world_size=2, device=torch.device("cpu"))
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(meeting)
+        arrivals.open(told | {"master_address": "127.0.0.1"})
+        group = joined.result(60)
+    with pytest.raises(Refusal, match=words):
+        arrivals.take({"group_name": "g"} | body)
+    group.close()
+    arrivals.close()

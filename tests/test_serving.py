@@ -66,9 +66,11 @@ def events(run_dir: Path, name: str, *, rank: int = 0) -> list[dict[str, Any]]:
     return [event for event in whole if event["event"] == name]
 
 
+@pytest.mark.parametrize("engines", ["vllm", "sglang"])
 def test_a_run_loses_no_sample_to_a_killed_server_and_asks_it_again_when_it_is_back(
-    tmp_path: Path, servers: list[Server]
+    tmp_path: Path, servers: list[Server], engines: str
 ) -> None:
+    """vllm: weights in Hugging Face directories; sglang: broadcast."""
     dying, lasting = servers
     run_dir = tmp_path / "outputs" / "served"
     overrides = (
@@ -79,7 +81,8 @@ def test_a_run_loses_no_sample_to_a_killed_server_and_asks_it_again_when_it_is_b
         "warm_start.steps=0",
         "task.eval_problems=0",
         f"batch.samples_per_step={SAMPLES}",
-        "rollouts=vllm",
+        f"rollouts={engines}",
+        *(["rollouts.publication=collective"] if engines == "sglang" else []),
         f"rollouts.urls=[{dying.url},{lasting.url}]",
         "rollouts.group_size=4",
         "rollouts.max_new_tokens=24",

@@ -137,6 +137,27 @@ def export_read(
     return kind
 
 
+def engine_pieces(model: ModelConfig) -> list[Piece]:
+    """The tensors of `model` by the names that engines know: Hugging Face's, or ours where no architecture
+    says what the model is.
+    """
+    shapes = parameter_shapes(model)
+    try:
+        return pieces(shapes, kind=format_of(model))
+    except Refusal:
+        return [
+            Piece(name=name, shape=tuple(shape), parameter=name, start=0, stop=shape[0])
+            for name, shape in shapes.items()
+        ]
+
+
+def buckets(model: ModelConfig, *, read: Read, dtype: torch.dtype, limit: int) -> Iterator[dict[str, Tensor]]:
+    """Those tensors, some at a time: at most `limit` bytes, or one. Weights are read by name, each once."""
+    return _shards(
+        shard_plan(engine_pieces(model), itemsize=dtype.itemsize, limit=limit), read=read, dtype=dtype
+    )
+
+
 def _shards(
     plan: Sequence[Sequence[Piece]], *, read: Read, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from olmo_rl.config import Recipe
+from olmo_rl.refusals.rollouts import engines
 from olmo_rl.refusals.rule import Rule, changed, outside, under
 
 EXPORTS: tuple[Rule, ...] = (
@@ -17,11 +18,19 @@ EXPORTS: tuple[Rule, ...] = (
         when=lambda c: c.recipe is Recipe.export and c.init_from is None,
     ),
     Rule(
-        keys=under("export", "path dtype shard_gib"),
+        keys=("export.path",),
         refuses="no effect without recipe=export",
         fix="leave it at its default",
         example=("export.path=somewhere",),
         when=lambda c: c.recipe is not Recipe.export,
+        select=changed,
+    ),
+    Rule(
+        keys=under("export", "dtype shard_gib"),
+        refuses="no effect: nothing is exported, and no engine is sent weights",
+        fix="leave it at its default, or choose recipe=export, rollouts=vllm or rollouts=sglang",
+        example=("export.shard_gib=1.0",),
+        when=lambda c: c.recipe is not Recipe.export and not engines(c),
         select=changed,
     ),
     Rule(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from olmo_rl.config import Config, Recipe, Source
-from olmo_rl.refusals.rule import Rule, changed, outside_from, under
+from olmo_rl.config import Config, PublicationKind, Recipe, Source
+from olmo_rl.refusals.rule import Rule, below, changed, outside_from, under
 
 
 def engines(config: Config) -> bool:
@@ -85,12 +85,41 @@ ROLLOUTS = (
         ),
     ),
     Rule(
-        keys=under("rollouts", "urls served_model concurrency timeout_seconds retries"),
+        keys=under("rollouts", "urls served_model concurrency timeout_seconds retries publication"),
         refuses="no effect: no serving engine is asked",
         fix="leave it at its default, or choose rollouts=vllm or rollouts=sglang",
         example=("rollouts.urls=[http://host:8000]",),
         when=lambda c: not engines(c),
         select=changed,
+    ),
+    Rule(
+        keys=("rollouts.publication", "rollouts"),
+        refuses="vLLM takes broadcasts through a communicator of its own, which is not spoken here",
+        fix="choose rollouts.publication=directory, or rollouts=sglang",
+        example=("rollouts=vllm", "rollouts.urls=[http://host:8000]", "rollouts.publication=collective"),
+        when=lambda c: (
+            c.rollouts.source is Source.vllm and c.rollouts.publication is PublicationKind.collective
+        ),
+    ),
+    Rule(
+        keys=("rollouts.engine_ranks",),
+        refuses="no effect: nothing is broadcast to engines",
+        fix="leave it at 1, or choose rollouts=sglang rollouts.publication=collective",
+        example=("rollouts=sglang", "rollouts.urls=[http://host:30000]", "rollouts.engine_ranks=2"),
+        when=lambda c: c.rollouts.publication is PublicationKind.directory,
+        select=changed,
+    ),
+    Rule(
+        keys=("rollouts.engine_ranks",),
+        refuses="no number of processes",
+        fix="give the number of GPUs of one engine, at least 1",
+        example=(
+            "rollouts=sglang",
+            "rollouts.urls=[http://host:30000]",
+            "rollouts.publication=collective",
+            "rollouts.engine_ranks=0",
+        ),
+        select=below(1),
     ),
     Rule(
         keys=("serve.host", "serve.port"),

@@ -10,11 +10,16 @@ Refused, on the engine's side: a group that nobody opened, tensors of another mo
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -22,11 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from olmo_rl.policy.hf_names import Piece
+from olmo_rl.rollouts.answers import EngineFault
 from olmo_rl.types import Refusal
+
+A = TypeVar("A")
 
 # Of the tensors whose names one call carries; an engine holds them beside its weights.
 BUCKET_BYTES = 512 * 2**20
-SILENCE = timedelta(seconds=120)  # a side that does not join, send or take a bucket within this is gone
+SILENCE = timedelta(seconds=60)  # a side that does not join, send or take a bucket within this is gone
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -77,6 +85,97 @@ def join(store: dist.Store, *, name: str, rank: int, world_size: int, device: to
         return WeightGroup(backend=dist.ProcessGroupNCCL(store, rank, world_size, options), device=device)
     backend = dist.ProcessGroupGloo(store, rank, world_size, SILENCE)
     return WeightGroup(backend=backend, device=device)
+
+
+class Broadcaster:
+    """The trainer's side: one group for each engine, made when it is first needed. `post` is a control call
+    to an engine: address, path, body. `ranks`: of one engine.
+    """
+
+    def __init__(
+        self, post: Callable[[str, str, dict[str, Any]], Awaitable[Any]], *, device: torch.device, ranks: int
+    ) -> None:
+        self._post = post
+        self._device = device
+        self._world_size = 1 + ranks
+        self._groups: dict[str, tuple[str, WeightGroup]] = {}
+        self._made = 0
+
+    async def open(self, url: str) -> None:
+        """Have the engine at `url` join a group, unless it did."""
+        if url in self._groups:
+            return
+        self._made += 1
+        name = f"olmo_rl-{os.getpid()}-{self._made}"
+        store, told = own_store(name, world_size=self._world_size)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        body = told | {"master_address": address_for(url), "backend": backend}
+        meeting = partial(join, store, name=name, rank=0, world_size=self._world_size, device=self._device)
+        calling = asyncio.ensure_future(self._post(url, "/init_weights_update_group", body))
+        joining = _in_thread(meeting)
+        await asyncio.wait({calling, joining}, return_when=asyncio.FIRST_EXCEPTION)
+        if not (calling.done() and joining.done()):
+            # One failed. A meeting that nobody comes to ends by itself, and nobody waits for it.
+            joining.add_done_callback(lambda future: future.cancelled() or future.exception())
+            calling.cancel()
+        self._groups[url] = name, _outcome(calling, joining)
+
+    async def send(self, url: str, tensors: Mapping[str, Tensor], *, version: int) -> None:
+        """Announce tensors by the engine's names, then broadcast them."""
+        name, group = self._groups[url]
+        body = {
+            "names": list(tensors),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            "group_name": name,
+            "flush_cache": False,
+            "weight_version": str(version),
+        }
+        sent = [tensor.to(self._device) for tensor in tensors.values()]
+        calling = asyncio.ensure_future(self._post(url, "/update_weights_from_distributed", body))
+        sending = _in_thread(partial(group.broadcast, sent))
+        await asyncio.wait({calling, sending}, return_when=asyncio.FIRST_EXCEPTION)
+        if not sending.done():
+            group.close()  # the engine takes nothing: without it the broadcast would wait for it
+            await asyncio.wait({sending})
+        elif not calling.done():
+            calling.cancel()
+        _outcome(calling, sending)
+
+    def drop(self, url: str) -> None:
+        """Forget an engine that failed: it joins a new group when it is back."""
+        if url in self._groups:
+            self._groups.pop(url)[1].close()
+
+    def close(self) -> None:
+        for url in list(self._groups):
+            self.drop(url)
+
+
+def _in_thread(work: Callable[[], A]) -> asyncio.Future[A]:
+    """Blocking work beside the event loop, in a thread that the end of the process does not wait for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[A] = loop.create_future()
+
+    def run() -> None:
+        try:
+            tell = partial(done.set_result, work())
+        except RuntimeError as error:
+            tell = partial(done.set_exception, EngineFault(f"broadcast: {str(error)[:200]}"))
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    return done
+
+
+def _outcome(calling: asyncio.Future[Any], transfer: asyncio.Future[A]) -> A:
+    """What the transfer gave; the call's fault before its own, since it says why."""
+    for future in (calling, transfer):
+        fault = future.exception() if future.done() and not future.cancelled() else None
+        if fault is not None:
+            raise fault
+    return transfer.result()
 
 
 def meet(body: Mapping[str, Any], *, device: torch.device) -> WeightGroup:
@@ -137,12 +236,12 @@ class Arrivals:
 
     def _announced(self, body: Mapping[str, Any]) -> list[tuple[str, list[int], torch.dtype]]:
         """Name, shape and dtype of every tensor of one call, checked against the model."""
-        names, dtypes, shapes = (body.get(key) for key in ("names", "dtypes", "shapes"))
-        lists = isinstance(names, list) and isinstance(dtypes, list) and isinstance(shapes, list)
-        if not lists or not len(names) == len(dtypes) == len(shapes) > 0:
+        lists = [body.get(key) for key in ("names", "dtypes", "shapes")]
+        columns = [column for column in lists if isinstance(column, list)]
+        if len(columns) < 3 or not len(columns[0]) == len(columns[1]) == len(columns[2]) > 0:
             raise Refusal("names, dtypes, shapes: give three lists of one length")
         found = []
-        for name, word, shape in zip(names, dtypes, shapes, strict=True):
+        for name, word, shape in zip(*columns, strict=True):
             piece = self._parts.get(name)
             dtype = getattr(torch, str(word), None)
             if piece is None:

@@ -16,40 +16,31 @@ import asyncio
 import hashlib
 import random
 import threading
-from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
+import torch
+from torch import Tensor
 
-from olmo_rl.choices import Source
+from olmo_rl.choices import PublicationKind, Source
 from olmo_rl.config import RolloutsConfig
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.answers import EngineFault, fitting_answer, generation_of
+from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS, Control, Engine
 from olmo_rl.rollouts.wire import Completion, RouteAxis
 from olmo_rl.types import Refusal
 
 T = TypeVar("T")
 
+CPU = torch.device("cpu")
 FAILURES_BEFORE_REST = 2
 REST_SECONDS = 1.0
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 10.0
-CONTROL_TIMEOUT_SECONDS = 600.0  # reading a checkpoint of a large model takes minutes
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Engine:
-    """One server: what it holds, what it is doing, how it has been. `version` None: weights unknown."""
-
-    url: str
-    version: int | None = None
-    under_way: int = 0
-    failures: int = 0
-    resting: bool = False
-    faults: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,10 +63,10 @@ class Counts:
 
 class RemoteEngine:
     """The engines of `rollouts.urls` behind the calls of `LocalEngine`. A thread runs the event loop, so that
-    generation goes on while the caller trains.
+    generation goes on while the caller trains. `device`: where broadcast weights lie.
     """
 
-    def __init__(self, config: RolloutsConfig, *, axis: RouteAxis | None) -> None:
+    def __init__(self, config: RolloutsConfig, *, axis: RouteAxis | None, device: torch.device = CPU) -> None:
         self.version: int | None = None
         self.counts = Counts()
         self.engines = [Engine(url=url.rstrip("/")) for url in config.urls]
@@ -88,6 +79,7 @@ class RemoteEngine:
         self._thread.start()
         self._client = self._call(self._open())
         self._slots = asyncio.Semaphore(config.concurrency)
+        self._control = Control(config, client=self._client, device=device)
 
     async def _open(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)
@@ -99,6 +91,7 @@ class RemoteEngine:
     def close(self) -> None:
         """Let go of requests, connections and thread."""
         self._call(self._end())
+        self._control.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -116,15 +109,29 @@ class RemoteEngine:
         """
         self._published = path
         self.version = version
-        self._call(self._update_all())
+        self._call(self._each(self.engines, self._bring_up_to_date))
+        self._refuse_without_engines()
+
+    def broadcast(self, buckets: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        """The same without files: buckets of tensors by the engines' names, one after another. An engine that
+        comes back later waits for the next publication.
+        """
+        self._published = None
+        self.version = version
+        ready = self._call(self._each(self.engines, self._control.begin_broadcast))
+        for bucket in buckets:
+            send = partial(self._control.send, bucket=bucket, version=version)
+            ready = self._call(self._each(ready, send))
+        self._call(self._each(ready, partial(self._control.end_broadcast, version=version)))
+        self._refuse_without_engines()
 
     @property
     def versions(self) -> dict[str, int | None]:
         """What each engine holds, by address."""
         return {engine.url: engine.version for engine in self.engines}
 
-    def adopt(self, path: str, version: int, *, versions: Mapping[str, int | None]) -> None:
-        """Take over what another process published."""
+    def adopt(self, path: str | None, version: int, *, versions: Mapping[str, int | None]) -> None:
+        """Take over what another process published: files at `path`, or a broadcast."""
         self._published = path
         self.version = version
         self._call(self._adopt(versions))
@@ -135,50 +142,35 @@ class RemoteEngine:
             if engine.version != self.version:
                 self._failed(engine, EngineFault("took no weights"), rest=True)
 
-    async def _update_all(self) -> None:
-        await asyncio.gather(*(self._update(engine) for engine in self.engines))
+    async def _each(
+        self, engines: Iterable[Engine], work: Callable[[Engine], Awaitable[None]]
+    ) -> list[Engine]:
+        """Control calls to all engines at once; those that did not fail. The others keep what they hold."""
+
+        async def attempt(engine: Engine) -> Engine | None:
+            try:
+                await work(engine)
+            except EngineFault as fault:
+                self._control.drop(engine)
+                self._failed(engine, fault, rest=True)
+                return None
+            return engine
+
+        found = await asyncio.gather(*(attempt(engine) for engine in engines))
+        return [engine for engine in found if engine is not None]
+
+    def _refuse_without_engines(self) -> None:
         if not any(engine.version == self.version for engine in self.engines):
             raise Refusal(
                 [f"{engine.url}: took no weights: {_worst(engine)}" for engine in self.engines]
                 + ["rollouts.urls: no engine could be updated: are they up, and do they see the same files?"]
             )
 
-    async def _update(self, engine: Engine) -> bool:
-        """Bring one engine to the present weights; False where it failed and stays what it was."""
-        version, path = self.version, self._published
+    async def _bring_up_to_date(self, engine: Engine) -> None:
+        path, version = self._published, self.version
         assert path is not None, "publish comes first"
-        sglang = self._config.source is Source.sglang
-        try:
-            await self._post(engine, "/pause_generation" if sglang else "/pause", {})
-            try:
-                if sglang:
-                    body: dict[str, Any] = {"model_path": path, "weight_version": str(version)}
-                    await self._post(engine, "/update_weights_from_disk", body)
-                    await self._post(engine, "/flush_cache", {})
-                else:
-                    arguments = {"weights_path": path, "weight_version": version}
-                    await self._post(
-                        engine, "/collective_rpc", {"method": "reload_weights", "kwargs": arguments}
-                    )
-                    await self._post(engine, "/reset_prefix_cache", {})
-            finally:
-                await self._post(engine, "/continue_generation" if sglang else "/resume", {})
-        except EngineFault as fault:
-            self._failed(engine, fault, rest=True)
-            return False
-        engine.version = version
-        engine.failures, engine.resting = 0, False
-        return True
-
-    async def _post(self, engine: Engine, path: str, body: dict[str, Any]) -> Any:
-        """One control call; anything but success is a fault of this engine."""
-        try:
-            answer = await self._client.post(engine.url + path, json=body, timeout=CONTROL_TIMEOUT_SECONDS)
-        except (httpx.HTTPError, OSError) as error:
-            raise EngineFault(f"{path}: {type(error).__name__} {error}".strip()) from None
-        if answer.status_code != 200:
-            raise EngineFault(f"{path}: status {answer.status_code} {answer.text[:200]}")
-        return answer
+        assert version is not None, "publish comes first"
+        await self._control.reload(engine, path, version=version)
 
     def generate(
         self,
@@ -304,7 +296,11 @@ class RemoteEngine:
     def _check_version(self, engine: Engine, completion: Completion, *, at_start: int | None) -> None:
         """An engine that says it holds other weights than were published was started again meanwhile."""
         reported = completion.policy_version
-        if reported is None or at_start is None or at_start <= reported <= (engine.version or at_start):
+        if reported is None and self._config.publication is PublicationKind.directory:
+            return
+        if at_start is None or (
+            reported is not None and at_start <= reported <= (engine.version or at_start)
+        ):
             return
         fault = EngineFault(f"answer: weights of version {reported}, published were {at_start}")
         engine.version = None
@@ -342,8 +338,11 @@ class RemoteEngine:
             except (httpx.HTTPError, OSError):
                 continue
             # A server that came back holds whatever it was started with.
-            if self._published is None or await self._update(engine):
+            if self._published is not None:
+                await self._each([engine], self._bring_up_to_date)
+            elif engine.version == self.version:
                 engine.failures, engine.resting = 0, False
+            # What was broadcast is gone: an engine without it rests until the next publication.
 
 
 def _backoff(attempt: int) -> float:

@@ -2,10 +2,11 @@
 
 `POST /v1/completions` as OpenAI defines it, with the extensions that RL needs: prompts as token ids,
 `return_token_ids`, recorded experts (base64 of a .npy, as vLLM sends them) and `weight_version`. Weights
-arrive by `POST /update_weights_from_disk` (SGLang) or `/collective_rpc` with `reload_weights` (vLLM); an
-update waits for the running batch, so every sample has one version, and a failed one changes nothing. Refused
-with status 400: what this engine cannot do (streams, several stop tokens), requests too long for the model.
-Until weights are there, completions answer 503.
+arrive by `POST /update_weights_from_disk` (SGLang), `/collective_rpc` with `reload_weights` (vLLM) or by
+broadcast (`/init_weights_update_group` and `/update_weights_from_distributed`, SGLang); an update waits for
+the running batch, so every sample has one version, and a failed one changes nothing. Refused with status 400:
+what this engine cannot do (streams, several stop tokens), requests too long for the model. Until weights are
+there, completions answer 503.
 
 Requests that wait together are generated together: one batch after another in one thread.
 """
@@ -22,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, LocalEngine, Request
+from olmo_rl.rollouts.collective import Arrivals
 from olmo_rl.rollouts.wire import version_of
 from olmo_rl.types import Refusal
 
@@ -60,7 +63,9 @@ class Waiting:
 
 
 class EngineServer:
-    """One engine, one queue, one thread that generates. `load` reads full weights from a path."""
+    """One engine, one queue, one thread that generates. `load` reads full weights from a path, `arrivals`
+    collects those that are broadcast.
+    """
 
     def __init__(
         self,
@@ -68,10 +73,12 @@ class EngineServer:
         *,
         tokenizer: Tokenizer,
         load: Callable[[str], Mapping[str, Tensor]],
+        arrivals: Arrivals,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._load = load
+        self._arrivals = arrivals
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._queue: asyncio.Queue[Waiting] = asyncio.Queue()
         self._running = asyncio.Event()
@@ -93,6 +100,9 @@ class EngineServer:
             app.router.add_post(path, self._flush)
         app.router.add_post("/update_weights_from_disk", self._update)
         app.router.add_post("/collective_rpc", self._collective_rpc)
+        app.router.add_post("/init_weights_update_group", self._join)
+        app.router.add_post("/update_weights_from_distributed", self._receive)
+        app.router.add_post("/destroy_weights_update_group", self._leave)
         app.on_startup.append(self._start)
         app.on_cleanup.append(self._stop)
         return app
@@ -106,6 +116,7 @@ class EngineServer:
         if self._batches is not None:
             self._batches.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._arrivals.close()
 
     async def _health(self, request: web.Request) -> web.Response:
         del request
@@ -319,6 +330,27 @@ class EngineServer:
         except (Refusal, OSError) as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True, "message": "", "weight_version": number})
+
+    async def _join(self, request: web.Request) -> web.Response:
+        """Both sides of a broadcast wait for each other, so neither call may wait for generation."""
+        await asyncio.to_thread(self._arrivals.open, await _body(request))
+        return web.json_response({"success": True, "message": ""})
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        del request
+        self._arrivals.close()
+        return web.json_response({"success": True, "message": ""})
+
+    async def _receive(self, request: web.Request) -> web.Response:
+        """The weights take effect with the last of them."""
+        body = await _body(request)
+        version = version_of(body.get("weight_version"))
+        weights = await asyncio.to_thread(self._arrivals.take, body)
+        if weights is not None:
+            version = (self._engine.version or 0) + 1 if version is None else version
+            publish = partial(self._engine.publish, weights, version)
+            await asyncio.get_running_loop().run_in_executor(self._thread, publish)
+        return web.json_response({"success": True, "message": "", "weight_version": self._engine.version})
 
 
 @web.middleware

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from olmo_rl.config import Config, Dtype
+from olmo_rl.config import Config, Dtype, PublicationKind
 from olmo_rl.hf_writing import format_of
-from olmo_rl.policy.hf_export import export_read
+from olmo_rl.policy.hf_export import buckets, export_read
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.policy.sharded import ParameterReader, Read
+from olmo_rl.rollouts.collective import BUCKET_BYTES
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import RouteAxis
+from olmo_rl.training.processes import cluster_environment
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
 
+Shapes = Mapping[str, torch.Size]
 KEPT = 2  # an engine that comes back may still be reading the newest but one
 
 
@@ -25,16 +29,19 @@ def build_remote(config: Config) -> RemoteEngine:
     """This rank's client of the engines that `rollouts.urls` names."""
     layout = config.model.expert_layout if config.replay else None
     axis = None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
-    return RemoteEngine(config.rollouts, axis=axis)
+    cuda = config.trainer.accelerator != "cpu"
+    device = torch.device("cuda", cluster_environment().local_rank()) if cuda else torch.device("cpu")
+    return RemoteEngine(config.rollouts, axis=axis, device=device)
 
 
 class Publication:
-    """Weights to engines, as all ranks call it: rank 0 writes `published/step-<version>` of the run directory
-    and has every engine read it, the others learn what each engine holds.
+    """Weights to engines, as all ranks call it: rank 0 publishes, the others learn what each engine holds.
+    Parameters are read from the shards one by one: no rank holds a copy of the model.
 
-    A Hugging Face directory, which any engine reads (`export.dtype` and `export.shard_gib` shape it), or one
-    safetensors file by our own names where no architecture says what the model is. Parameters are read from
-    the shards one by one: no rank holds a copy of the model.
+    `rollouts.publication=directory` writes `published/step-<version>` of the run directory and has every
+    engine read it: a Hugging Face directory, which any engine reads (`export.dtype` and `export.shard_gib`
+    shape it), or one safetensors file by our own names where no architecture says what the model is.
+    `collective` broadcasts the same tensors, in `export.dtype`.
     """
 
     def __init__(self, remote: RemoteEngine, *, config: Config, strategy: ExpertParallelStrategy) -> None:
@@ -42,55 +49,69 @@ class Publication:
         self._config = config
         self._strategy = strategy
         self._directory = (Path(config.run_dir) / "published").resolve()
+        self._dtype = torch.bfloat16 if config.export.dtype is Dtype.bfloat16 else torch.float32
         self._reader: ParameterReader | None = None
 
     def __call__(self, decoder: nn.Module, version: int) -> None:
         if self._reader is None:
             self._reader = ParameterReader(decoder)
-        shapes = self._reader.shapes
-        path = self._reader.on_rank_zero(lambda read: self._write(shapes, read=read, version=version))
-        outcome = self._strategy.from_rank_zero(lambda: self._update_engines(path, version))
+        shapes, collective = (
+            self._reader.shapes,
+            self._config.rollouts.publication is PublicationKind.collective,
+        )
+        send = self._broadcast if collective else self._write
+        path = self._reader.on_rank_zero(lambda read: send(shapes, read=read, version=version))
+        outcome = self._strategy.from_rank_zero(lambda: self._told(path, version))
         if isinstance(outcome, Refusal):
             raise outcome
         if self._strategy.global_rank > 0:
             path, versions = outcome
             self._remote.adopt(path, version, versions=versions)
 
-    def _write(self, shapes: dict[str, torch.Size], *, read: Read, version: int) -> str | Refusal:
+    def _write(self, shapes: Shapes, *, read: Read, version: int) -> str | Refusal:
         """Where the weights lie now, the oldest gone; a Refusal is told to all ranks before it is raised."""
         try:
             format_of(self._config.model)
+            path = self._directory / f"step-{version}"
         except Refusal:
             path = self._directory / f"step-{version}.safetensors"
-            save_weights({name: read(name) for name in shapes}, path)
-        else:
-            path = self._directory / f"step-{version}"
-            shutil.rmtree(path, ignore_errors=True)  # of a run that went as far, and was killed
-            options = self._config.export
-            try:
+        try:
+            if path.suffix:
+                save_weights({name: read(name) for name in shapes}, path)
+            else:
+                shutil.rmtree(path, ignore_errors=True)  # of a run that went as far, and was killed
                 export_read(
                     shapes,
                     read=read,
                     model=self._config.model,
                     directory=path,
-                    dtype=torch.bfloat16 if options.dtype is Dtype.bfloat16 else torch.float32,
-                    shard_bytes=int(options.shard_gib * 2**30),
+                    dtype=self._dtype,
+                    shard_bytes=int(self._config.export.shard_gib * 2**30),
                 )
-            except (Refusal, OSError) as error:
-                return error if isinstance(error, Refusal) else Refusal(f"{path}: {error}")
+        except Refusal as refusal:
+            return refusal
+        except OSError as error:
+            return Refusal(f"{path}: {error}")
         for old in sorted(self._directory.glob("step-*"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         return str(path)
 
-    def _update_engines(
-        self, path: str | Refusal | None, version: int
-    ) -> tuple[str, dict[str, int | None]] | Refusal:
-        """On rank 0."""
-        assert path is not None
-        if isinstance(path, Refusal):
-            return path
+    def _broadcast(self, shapes: Shapes, *, read: Read, version: int) -> None | Refusal:
+        del shapes
+        found = buckets(self._config.model, read=read, dtype=self._dtype, limit=BUCKET_BYTES)
         try:
-            self._remote.publish(path, version)
+            self._remote.broadcast(found, version)
         except Refusal as refusal:
             return refusal
-        return path, self._remote.versions
+        return None
+
+    def _told(
+        self, path: str | Refusal | None, version: int
+    ) -> tuple[str | None, dict[str, int | None]] | Refusal:
+        """On rank 0: what the other ranks adopt, after engines have read what was written."""
+        try:
+            if isinstance(path, str):
+                self._remote.publish(path, version)
+        except Refusal as refusal:
+            return refusal
+        return path if isinstance(path, Refusal) else (path, self._remote.versions)
