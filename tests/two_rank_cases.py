@@ -1,6 +1,6 @@
-"""What the ranks of test_two_ranks.py run: router losses, a frozen reference, a guard; one and two gloo
-ranks. `python two_rank_cases.py DIRECTORY` leaves `world{n}-rank{r}.pt`; ranks are those of
-distributed_cases.py.
+"""What the ranks of test_two_ranks.py run: router losses, a frozen reference, a guard, weights of Hugging
+Face directories; one and two gloo ranks. `python two_rank_cases.py DIRECTORY` leaves `world{n}-rank{r}.pt`;
+ranks are those of distributed_cases.py.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from distributed_cases import TIMEOUT_SECONDS, TWELVE, Rank, Watch, full
 from gloo_world import joined
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from training_cases import samples_of, write_files
+from training_cases import MODEL, samples_of, write_files
 
 from olmo_rl.config import (
     AuxGrouping,
+    BlockNorms,
     CountSource,
     KlEstimator,
+    LayerType,
     LossConfig,
+    ModelConfig,
     Reduction,
     ScoringConfig,
     TrainerConfig,
 )
+from olmo_rl.policy.hf_export import export_hf
+from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.interop import save_weights
 from recipes import train
 
 ROUTER = LossConfig(router_aux_weight=0.3, router_z_weight=0.02)
@@ -37,12 +43,23 @@ SEQUENCE = replace(
     router_count_source=CountSource.current,
 )
 KL = LossConfig(kl=KlEstimator.k2, kl_coef=0.5)
+ATTENTION = [LayerType.full_attention] * len(MODEL.layer_types)
+# A directory that fills shards, and one of tied embeddings, which is read whole.
+DIRECTORIES: dict[str, ModelConfig] = {
+    "olmo3moe": replace(MODEL, block_norms=BlockNorms.both, latent_dim=8, latent_norm=True, shared_hidden=8),
+    "tied qwen3_moe": replace(MODEL, layer_types=ATTENTION, tie_embeddings=True),
+}
 
 
 def cases(rank: Rank) -> None:
     two = TrainerConfig(devices=rank.world, max_steps=2)
     rank.run("by sequence", train.train, rank.config("by sequence", loss=SEQUENCE))
     rank.run("reference", train.train, rank.config("reference", files="bare", loss=KL, trainer=two))
+    for name, model in DIRECTORIES.items():
+        given = {"directory": rank.directory / name, "file": rank.directory / f"{name}.safetensors"}
+        for form, path in given.items():
+            run = f"{name} {form}"
+            rank.run(run, train.train, rank.config(run, model=model, init_from=str(path)))
     if rank.world == 1:
         return
     for degree in (1, 2):
@@ -72,6 +89,12 @@ def main(directory: str) -> None:
         [replace(s, ref_logprobs=None) for s in samples_of(TWELVE, seed=i, prefix=f"f{i}-")] for i in (2, 3)
     ]
     write_files(Path(directory) / "bare", bare)
+    for name, model in DIRECTORIES.items():
+        decoder = HybridDecoder(model, attention="reference")
+        decoder.init_weights(7)  # runs have seed 0: initial weights of their own are others
+        weights = {key: parameter.detach() for key, parameter in decoder.named_parameters()}
+        export_hf(weights, model=model, directory=Path(directory) / name, shard_bytes=4000)
+        save_weights(weights, Path(directory) / f"{name}.safetensors")
     for world in (1, 2):
         mp.start_processes(run_rank, args=(world, directory), nprocs=world, start_method="fork")
 
