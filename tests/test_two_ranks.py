@@ -116,6 +116,16 @@ def test_two_ranks_that_start_from_a_hugging_face_directory_have_the_gradients_o
         assert all(torch.equal(got[key], other[key]) for key in want)
 
 
+def test_a_directory_that_lost_a_file_is_the_same_refusal_on_both_ranks(
+    worlds: dict[int, list[Found]],
+) -> None:
+    first, second = (rank["lost"] for rank in worlds[2])
+    assert first["ended"] == second["ended"]
+    assert first["ended"].startswith("Refusal: init_from=")
+    assert ".safetensors is missing, cut or no safetensors file" in first["ended"]
+    assert first["gradients"] == second["gradients"] == []
+
+
 def test_a_guard_that_trips_is_the_same_refusal_on_both_ranks_and_nothing_is_stepped(
     worlds: dict[int, list[Found]],
 ) -> None:

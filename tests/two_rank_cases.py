@@ -5,6 +5,7 @@ ranks are those of distributed_cases.py.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,15 @@ KL = LossConfig(kl=KlEstimator.k2, kl_coef=0.5)
 ATTENTION = [LayerType.full_attention] * len(MODEL.layer_types)
 # A directory that fills shards, and one of tied embeddings, which is read whole.
 DIRECTORIES: dict[str, ModelConfig] = {
-    "olmo3moe": replace(MODEL, block_norms=BlockNorms.both, latent_dim=8, latent_norm=True, shared_hidden=8),
+    "olmo3moe": replace(
+        MODEL,
+        block_norms=BlockNorms.both,
+        latent_dim=8,
+        latent_norm=True,
+        shared_hidden=8,
+        kda_heads=8,  # many small ones: the gradient of A_log loses less to cancellation (matrix_cases.py)
+        kda_head_dim=4,
+    ),
     "tied qwen3_moe": replace(MODEL, layer_types=ATTENTION, tie_embeddings=True),
 }
 
@@ -68,6 +77,8 @@ def cases(rank: Rank) -> None:
     resumed = rank.config("resumed", files="bare", loss=KL, trainer=replace(two, max_steps=1))
     rank.run("half", train.train, resumed)
     rank.run("resumed", train.train, replace(resumed, ckpt_path="last", trainer=two))
+    lost = {"model": DIRECTORIES["olmo3moe"], "init_from": str(rank.directory / "lost")}
+    rank.run("lost", train.train, rank.config("lost", **lost))
     gap = rank.config("gap", scoring=ScoringConfig(max_behavior_gap=0.1))
     rank.run("gap", train.train, gap)
 
@@ -95,6 +106,8 @@ def main(directory: str) -> None:
         weights = {key: parameter.detach() for key, parameter in decoder.named_parameters()}
         export_hf(weights, model=model, directory=Path(directory) / name, shard_bytes=4000)
         save_weights(weights, Path(directory) / f"{name}.safetensors")
+    shutil.copytree(Path(directory) / "olmo3moe", Path(directory) / "lost")
+    sorted((Path(directory) / "lost").glob("*.safetensors"))[-1].unlink()
     for world in (1, 2):
         mp.start_processes(run_rank, args=(world, directory), nprocs=world, start_method="fork")
 
