@@ -189,6 +189,26 @@ def test_a_missing_an_unexpected_and_a_misshapen_tensor_are_refused_by_name_with
     assert not (place / "outputs" / f"{kind}_export" / "hf").exists()
 
 
+def test_a_checkpoint_that_lost_bytes_and_a_cut_file_of_weights_are_refused_before_anything_is_read(
+    here: Command, checkpoint: Path, place: Path
+) -> None:
+    shutil.copytree(checkpoint, place / "cut")
+    shard = place / "cut" / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    weights = place / "cut.safetensors"
+    save_file(read_weights(str(checkpoint)), weights)
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for path, message in (
+        ("cut", "init_from=cut: a directory without config.json, and no whole checkpoint (read from disk); "),
+        ("outputs/t", "init_from=outputs/t: a directory without config.json, and no whole checkpoint"),
+        ("cut.safetensors", "init_from=cut.safetensors: not a safetensors file ("),
+    ):
+        code, told = here(*PACKED, "recipe=export", "run_name=cut", f"init_from={path}")
+        assert code == 2, told
+        assert message in told
+        assert "Traceback" not in told
+
+
 def test_an_export_carries_the_tokenizer_that_a_later_run_starts_with(here: Command, place: Path) -> None:
     tokenizer = save_tokenizer(place / "tokenizer", template=MARKED)
     vocabulary = ("model.vocab_size=304", *SINGLE)
