@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from olmo_rl.config import BlockNorms, Config, LayerType, ModelConfig, QkNorm, ScoreFunction
+from olmo_rl.hf_fields import Fields
 from olmo_rl.types import Refusal
 
 CONFIG_FILE = "config.json"
@@ -29,86 +29,7 @@ class HfFormat(Enum):
     olmoe = "olmoe"
 
 
-# Fields that the forward does not depend on: bookkeeping, tokens of generation, losses and dropout-free
-# training settings that a run of ours states for itself.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "decoder_start_token_id",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "id2label",
-        "label2id",
-        "return_dict",
-        "output_attentions",
-        "output_hidden_states",
-        "chunk_size_feed_forward",
-        "problem_type",
-        "is_encoder_decoder",
-    }
-)
-_AS_ABSENT = object()
 FREE = ("tokenizer", "init_std", "max_seq_len")  # of ModelConfig: not what the weights are
-
-
-@dataclass(kw_only=True, slots=True)
-class Fields:
-    """A config.json being read: what was asked for, and what is refused."""
-
-    values: Mapping[str, Any]
-    reasons: list[str] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)
-
-    def get(self, key: str, absent: Any, *, null: Any = _AS_ABSENT) -> Any:
-        """The field, or what the architecture takes where it is absent, or null."""
-        self.read.add(key)
-        value = self.values.get(key, absent)
-        if value is None:
-            return absent if null is _AS_ABSENT else null
-        return value
-
-    def need(self, key: str) -> Any:
-        """A field that the architecture cannot do without here; 1 stands in for one that is missing."""
-        self.read.add(key)
-        if self.values.get(key) is None:
-            self.reasons.append(f"{key} is missing")
-            return 1
-        return self.values[key]
-
-    def hold(self, key: str, *allowed: Any) -> None:
-        """Refuse a field that has another value than ours; absent fields have it."""
-        self.read.add(key)
-        if key in self.values and self.values[key] not in allowed:
-            shown = " or ".join(json.dumps(value) for value in allowed)
-            self.reasons.append(f"{key}={json.dumps(self.values[key])} is not supported, {shown} is")
-
-    def rest(self) -> None:
-        """Refuse what was never read."""
-        for key in sorted(self.values.keys() - self.read - _WITHOUT_EFFECT):
-            self.reasons.append(f"{key}={json.dumps(self.values[key])} is not known, it may change the model")
-
-    def theta(self, default: float) -> float:
-        """The base of RoPE, where it is the plain form, in the old spelling or the new."""
-        self.read.update(("rope_theta", "rope_scaling", "rope_parameters"))
-        theta = self.values.get("rope_theta")
-        for key in ("rope_scaling", "rope_parameters"):
-            given = self.values.get(key) or {}
-            kind = given.get("rope_type", given.get("type", "default"))
-            strange = given.keys() - {"rope_type", "type", "rope_theta"}
-            if kind != "default" or strange:
-                self.reasons.append(f"{key}={json.dumps(given)} is not supported, plain RoPE is")
-            theta = given.get("rope_theta", theta)
-        return float(default if theta is None else theta)
 
 
 def is_hf_directory(path: str | Path) -> bool:
@@ -166,9 +87,14 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
     fields.read.update(("sliding_window", "max_window_layers"))  # of no effect without use_sliding_window
     common, layers = _common(fields), fields.need("num_hidden_layers")
     fields.hold("layer_types", None, ["full_attention"] * layers)
+    # Of no effect in transformers; some releases spell them out.
+    fields.hold("qkv_bias", False, None)
+    fields.hold("use_qk_norm", True, None)
+    fields.hold("shared_expert_intermediate_size", 0, None)
     dense, step = fields.get("mlp_only_layers", []), fields.get("decoder_sparse_step", 1)
     # transformers writes the number under its other name.
-    experts = fields.need("num_local_experts" if "num_local_experts" in fields.values else "num_experts")
+    name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
+    experts = fields.need(name, least=0)
     fields.hold("num_experts", experts)
     sparse = [i for i in range(layers) if i not in dense and experts > 0 and (i + 1) % step == 0]
     return ModelConfig(
@@ -227,12 +153,12 @@ def _read_olmo3moe(fields: Fields) -> ModelConfig:
         qk_norm=QkNorm.head if fields.get("use_head_qk_norm", False) else QkNorm.projection,
         rope_theta=theta if fields.get("use_rope", True) else None,
         sliding_window=fields.get("sliding_window", 4096),
-        num_experts=fields.need("n_routed_experts"),
+        num_experts=fields.need("n_routed_experts", least=0),
         expert_hidden=fields.need("moe_intermediate_size"),
         shared_hidden=fields.get("shared_expert_intermediate_size", 2048, null=0),
         latent_dim=fields.get("latent_moe_dim", None),
         latent_norm=fields.get("latent_moe_up_proj_input_norm", False),
-        score_function=ScoreFunction(fields.get("gating_function", "softmax")),
+        score_function=ScoreFunction(fields.choose("gating_function", "softmax", "sigmoid")),
         route_norm=fields.get("normalize_expert_weights", 1.0, null=0) != 0,
         route_scale=scale,
         norm_eps=eps,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from olmo_rl.config import BlockNorms, LayerType, ModelConfig, QkNorm
-from olmo_rl.hf_config import FREE, READERS, Fields, HfFormat, meaning, typed
+from olmo_rl.hf_config import FREE, READERS, HfFormat, meaning, typed
+from olmo_rl.hf_fields import Fields
 from olmo_rl.types import Refusal
 
 _CLASSES = {

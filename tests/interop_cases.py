@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from olmo_rl.config import BlockNorms, LayerType, ModelConfig, QkNorm, Recompute
+from olmo_rl.hf_config import typed
 from olmo_rl.policy import titan
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import CHECKPOINT_PREFIX, fill
@@ -62,6 +63,11 @@ def weights_of(model: ModelConfig, *, seed: int = 0) -> dict[str, Tensor]:
         noise = torch.randn(parameter.shape, generator=generator)
         found[name] = 1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise
     return found
+
+
+def overrides(model: ModelConfig) -> list[str]:
+    """The command line that says `model`, whatever group was chosen before."""
+    return [f"model.{name}={typed(getattr(model, name))}" for name in ModelConfig.__dataclass_fields__]
 
 
 def decoder_of(model: ModelConfig, weights: dict[str, Tensor]) -> HybridDecoder:

@@ -61,7 +61,12 @@ def test_logits_are_those_of_transformers_packed_or_not(
     kind: HfFormat, directories: dict[HfFormat, Path]
 ) -> None:
     model = MODELS[kind]
-    theirs: Any = AutoModelForCausalLM.from_pretrained(directories[kind], dtype=torch.float32).eval()
+    theirs: Any
+    theirs, told = AutoModelForCausalLM.from_pretrained(
+        directories[kind], dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    theirs.eval()
     ours = decoder_of(model, weights_of(model))
     tokens = random_tokens(model, tokens=sum(LENGTHS), seed=1)
     documents = tokens.split(LENGTHS)
@@ -86,6 +91,29 @@ def test_what_transformers_writes_is_read_as_the_same_model_and_weights(
     written = {name for path in directories[kind].glob("*.safetensors") for name in load_file(path)}
     expected = {name for path in tmp_path.glob("*.safetensors") for name in load_file(path)}
     assert written == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_weights_of_another_width_are_read_as_the_numbers_they_are(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, weights = MODELS[HfFormat.qwen3_moe], weights_of(MODELS[HfFormat.qwen3_moe])
+    export_hf(weights, model=model, directory=tmp_path / "hf", dtype=dtype, shard_bytes=40000)
+    stored = [
+        tensor for path in (tmp_path / "hf").glob("*.safetensors") for tensor in load_file(path).values()
+    ]
+    assert {tensor.dtype for tensor in stored} == {dtype}
+    want = {name: tensor.to(dtype).float() for name, tensor in weights.items()}
+    assert same(read_weights(str(tmp_path / "hf")), want)
+    filled = HybridDecoder(model, attention="reference")
+    load_weights(filled, str(tmp_path / "hf"))
+    assert same({name: p.detach() for name, p in filled.named_parameters()}, want)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    tokens = random_tokens(model, tokens=9, seed=1)
+    with torch.no_grad():
+        ours, expected = filled(tokens, context_of([9])).logits, theirs(tokens[None]).logits[0]
+    print(f"{dtype}: largest difference {(ours - expected).abs().max():.2g}")
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.value)
@@ -168,6 +196,25 @@ def edited(directory: Path, target: Path, *, change: Callable[[dict[str, Any]], 
         (HfFormat.qwen3_moe, "attention_bias", True),
         (HfFormat.qwen3_moe, "hidden_act", "gelu"),
         (HfFormat.qwen3_moe, "e_score_correction_bias", True),
+        (HfFormat.qwen3_moe, "partial_rotary_factor", 0.5),
+        (HfFormat.qwen3_moe, "qkv_bias", True),
+        (HfFormat.qwen3_moe, "use_qk_norm", False),
+        (HfFormat.qwen3_moe, "shared_expert_intermediate_size", 32),
+        (HfFormat.qwen3_moe, "quantization_config", {"bits": 4}),
+        # Values of another kind, which a reader could stumble over.
+        (HfFormat.qwen3_moe, "rope_scaling", "yarn"),
+        (HfFormat.qwen3_moe, "rope_theta", [10000.0]),
+        (HfFormat.qwen3_moe, "num_hidden_layers", "2"),
+        (HfFormat.qwen3_moe, "num_attention_heads", 0),
+        (HfFormat.qwen3_moe, "decoder_sparse_step", 0),
+        (HfFormat.qwen3_moe, "mlp_only_layers", 1),
+        (HfFormat.qwen3_moe, "mlp_only_layers", ["1"]),
+        (HfFormat.qwen3_moe, "rms_norm_eps", "1e-6"),
+        (HfFormat.qwen3_moe, "tie_word_embeddings", "false"),
+        (HfFormat.olmoe, "num_experts", 4.0),
+        (HfFormat.olmo3moe, "gating_function", "entmax"),
+        (HfFormat.olmo3moe, "layer_types", "full_attention"),
+        (HfFormat.olmo3moe, "layer_types", ["full_attention"]),
         (HfFormat.olmoe, "clip_qkv", 8.0),
         (HfFormat.olmo3moe, "scalable_softmax", True),
         (HfFormat.olmo3moe, "attention_gate_type", "headwise"),
@@ -187,6 +234,27 @@ def test_what_our_decoder_does_not_compute_is_refused_by_field(
     changed = edited(directories[kind], tmp_path / "hf", change=lambda values: values.update({field: value}))
     with pytest.raises(Refusal, match=rf"config\.json: {field}"):
         read_config(changed)
+
+
+def test_the_base_of_rope_is_read_in_both_spellings_and_two_bases_are_refused(
+    directories: dict[HfFormat, Path], tmp_path: Path
+) -> None:
+    plain = {"rope_type": "default", "rope_theta": 77.0}
+    forms: list[dict[str, object]] = [
+        {"rope_theta": 77.0, "rope_scaling": None},
+        {"rope_theta": None, "rope_parameters": plain},
+        {"rope_theta": 77, "rope_parameters": plain, "rope_scaling": {"type": "default"}},
+    ]
+    for i, form in enumerate(forms):
+        directory = edited(
+            directories[HfFormat.qwen3_moe], tmp_path / str(i), change=lambda v, f=form: v.update(f)
+        )
+        assert read_config(directory)[1].rope_theta == 77.0
+    two = edited(
+        directories[HfFormat.qwen3_moe], tmp_path / "two", change=lambda v: v.update(rope_parameters=plain)
+    )
+    with pytest.raises(Refusal, match=r"rope_theta is given as 10000\.0 and 77\.0: leave one"):
+        read_config(two)
 
 
 def test_every_field_of_olmo3moe_changes_the_model_it_is_read_as(
@@ -236,9 +304,14 @@ def test_a_model_that_is_not_the_directorys_is_refused_with_the_overrides_to_typ
     )
 
 
-def cut(directory: Path) -> None:
-    path = sorted(directory.glob("*.safetensors"))[1]
-    path.write_bytes(path.read_bytes()[:-8])
+def cut(pattern: str, *, keep: float) -> Callable[[Path], None]:
+    """Keep a share of the bytes of the last file of that name."""
+
+    def damage(directory: Path) -> None:
+        path = sorted(directory.glob(pattern))[-1]
+        path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+
+    return damage
 
 
 def lose_file(directory: Path) -> None:
@@ -266,13 +339,16 @@ def rewrite(change: Callable[[dict[str, Tensor], str], None]) -> Callable[[Path]
     return damage
 
 
+CUT = r"model-\d+-of-\d+\.safetensors is missing, cut or no safetensors file"
 EXPERT = r"model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut, r"model-00002-of-\d+\.safetensors is missing, cut or no safetensors file"),
+        *[(cut("*.safetensors", keep=share), CUT) for share in (0.0, 0.0003, 0.1, 0.9999)],
+        (cut("*.index.json", keep=0.5), r"model\.safetensors\.index\.json cannot be read"),
+        (cut("config.json", keep=0.5), r"config\.json cannot be read"),
         (lose_file, r"model-00002-of-\d+\.safetensors is missing"),
         (lose_index, r"neither model\.safetensors nor model\.safetensors\.index\.json"),
         (rewrite(lambda tensors, name: tensors.__delitem__(name)), f"{EXPERT} is missing"),
@@ -289,7 +365,20 @@ EXPERT = r"model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight"
             f"{EXPERT} has dtype I8",
         ),
     ],
-    ids=["cut", "file", "index", "missing", "unexpected", "shape", "dtype"],
+    ids=[
+        "empty",
+        "length",
+        "header",
+        "tail",
+        "cut index",
+        "cut config",
+        "file",
+        "index",
+        "missing",
+        "unexpected",
+        "shape",
+        "dtype",
+    ],
 )
 def test_damaged_directories_are_refused_by_tensor_and_file(
     damage: Callable[[Path], None], message: str, directories: dict[HfFormat, Path], tmp_path: Path

@@ -44,6 +44,7 @@ from olmo_rl.data.packs import RouteMode
 from olmo_rl.data.preflight import refuse_files
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import save_weights
+from olmo_rl.refusals import refusals
 from olmo_rl.training.reference import fingerprint_of
 from olmo_rl.types import Refusal, Sample, Topology
 
@@ -212,9 +213,10 @@ def test_named_weights_are_the_reference(straight: Run, tmp_path: Path) -> None:
     assert kl_of(runs[other])[0] > 5 * kl_of(straight)[0]
     assert not (tmp_path / "own" / "reference").exists(), "they lie where they are named"
     missing = replace(KL, reference=str(tmp_path / "run"))
-    (tmp_path / "run").mkdir()
+    config = replace(run_of(tmp_path / "run", unreferenced(1), steps=1), loss=missing)
+    assert [line.partition("=")[0] for line in refusals(replace(config, run_dir=""))] == ["loss.reference"]
     with pytest.raises(Refusal, match=r"loss\.reference=.*neither a \.safetensors file nor a checkpoint"):
-        fit(run_of(tmp_path / "run", unreferenced(1), steps=1, loss=missing))
+        fit(config)
 
 
 def test_log_probs_that_a_file_carries_are_used_and_no_model_is_loaded(tmp_path: Path) -> None:
@@ -241,7 +243,8 @@ def test_files_that_mix_two_references_are_refused_naming_sample_and_file(
             refuse_files(config)
         with pytest.raises(Refusal, match=words):
             fit(config)
-    named = replace(KL, reference=str(tmp_path))
+    (tmp_path / "weights.safetensors").touch()
+    named = replace(KL, reference=str(tmp_path / "weights.safetensors"))
     with pytest.raises(Refusal, match=r"loss\.reference=.*no effect, .*00000\.parquet carries ref_logprobs"):
         fit(run_of(tmp_path / "named", [one], steps=1, loss=named))
 

@@ -1,4 +1,6 @@
-"""Router losses, the frozen reference and the guards on two ranks; two_rank_cases.py runs them."""
+"""Router losses, the frozen reference, the guards and weights of Hugging Face directories on two ranks;
+two_rank_cases.py runs them.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +95,35 @@ def test_a_sharded_reference_gives_the_gradients_of_one_process_and_comes_back_o
         assert rank["reference"]["forwards"][: 3 * packs] == [False] * 2 * packs + [True] * packs
         assert rank["resumed"]["weights"] == rank["reference"]["weights"] != rank["half"]["weights"]
         assert terms(rank["resumed"])[1] == terms(rank["reference"])[1]
+
+
+@pytest.mark.parametrize("name", ["olmo3moe", "tied qwen3_moe"])
+def test_two_ranks_that_start_from_a_hugging_face_directory_have_the_gradients_of_one_process(
+    worlds: dict[int, list[Found]], name: str
+) -> None:
+    (one,) = worlds[1]
+    (want,) = one[f"{name} directory"]["gradients"]
+    for rank in worlds[2]:
+        run = rank[f"{name} directory"]
+        assert run["ended"] is None
+        (got,) = run["gradients"]
+        print(f"{name}: gradients of two ranks from a directory differ by {difference(got, want):.2g}")
+        assert difference(got, want) <= 1e-6
+    for found in (one, *worlds[2]):  # a file of the same weights: not a bit of the update differs
+        assert found[f"{name} directory"]["weights"] == found[f"{name} file"]["weights"]
+        (other,) = found[f"{name} file"]["gradients"]
+        (got,) = found[f"{name} directory"]["gradients"]
+        assert all(torch.equal(got[key], other[key]) for key in want)
+
+
+def test_a_directory_that_lost_a_file_is_the_same_refusal_on_both_ranks(
+    worlds: dict[int, list[Found]],
+) -> None:
+    first, second = (rank["lost"] for rank in worlds[2])
+    assert first["ended"] == second["ended"]
+    assert first["ended"].startswith("Refusal: init_from=")
+    assert ".safetensors is missing, cut or no safetensors file" in first["ended"]
+    assert first["gradients"] == second["gradients"] == []
 
 
 def test_a_guard_that_trips_is_the_same_refusal_on_both_ranks_and_nothing_is_stepped(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from training_cases import LAYOUT, MODEL, config_of, fit, identical, masked, sam
 from olmo_rl.cli import run_recipe
 from olmo_rl.config import (
     BatchConfig,
+    BlockNorms,
     Config,
     LossConfig,
     OptimConfig,
@@ -31,6 +33,7 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
+from olmo_rl.policy.hf_export import export_hf
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import load_weights
 from olmo_rl.run_directory import complete_checkpoints
@@ -129,6 +132,22 @@ def test_whatever_shapes_the_warmed_weights_makes_new_ones(
     assert other is not None
     assert Path(other).name != path.name
     assert not identical(load_file(other), load_file(path))
+
+
+def test_other_weights_in_the_same_place_make_new_ones(tmp_path: Path) -> None:
+    model = replace(MODEL, block_norms=BlockNorms.both)
+    found = []
+    for seed in (1, 2):
+        decoder = HybridDecoder(model, attention="reference")
+        decoder.init_weights(seed)
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)
+        export_hf(dict(decoder.named_parameters()), model=model, directory=tmp_path / "hf")
+        config = warm_config(
+            tmp_path / "run", cache=tmp_path / "cache", model=model, init_from=str(tmp_path / "hf")
+        )
+        found.append(warmed(config))
+    assert None not in found
+    assert len(set(found)) == len(cached(tmp_path / "cache")) == 2
 
 
 def test_a_resumed_run_is_not_warmed_again(trained: Config, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""What the ranks of test_two_ranks.py run: router losses, a frozen reference, a guard; one and two gloo
-ranks. `python two_rank_cases.py DIRECTORY` leaves `world{n}-rank{r}.pt`; ranks are those of
-distributed_cases.py.
+"""What the ranks of test_two_ranks.py run: router losses, a frozen reference, a guard, weights of Hugging
+Face directories; one and two gloo ranks. `python two_rank_cases.py DIRECTORY` leaves `world{n}-rank{r}.pt`;
+ranks are those of distributed_cases.py.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +16,23 @@ from distributed_cases import TIMEOUT_SECONDS, TWELVE, Rank, Watch, full
 from gloo_world import joined
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from training_cases import samples_of, write_files
+from training_cases import MODEL, samples_of, write_files
 
 from olmo_rl.config import (
     AuxGrouping,
+    BlockNorms,
     CountSource,
     KlEstimator,
+    LayerType,
     LossConfig,
+    ModelConfig,
     Reduction,
     ScoringConfig,
     TrainerConfig,
 )
+from olmo_rl.policy.hf_export import export_hf
+from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.interop import save_weights
 from recipes import train
 
 ROUTER = LossConfig(router_aux_weight=0.3, router_z_weight=0.02)
@@ -37,12 +44,31 @@ SEQUENCE = replace(
     router_count_source=CountSource.current,
 )
 KL = LossConfig(kl=KlEstimator.k2, kl_coef=0.5)
+ATTENTION = [LayerType.full_attention] * len(MODEL.layer_types)
+# A directory that fills shards, and one of tied embeddings, which is read whole.
+DIRECTORIES: dict[str, ModelConfig] = {
+    "olmo3moe": replace(
+        MODEL,
+        block_norms=BlockNorms.both,
+        latent_dim=8,
+        latent_norm=True,
+        shared_hidden=8,
+        kda_heads=8,  # many small ones: the gradient of A_log loses less to cancellation (matrix_cases.py)
+        kda_head_dim=4,
+    ),
+    "tied qwen3_moe": replace(MODEL, layer_types=ATTENTION, tie_embeddings=True),
+}
 
 
 def cases(rank: Rank) -> None:
     two = TrainerConfig(devices=rank.world, max_steps=2)
     rank.run("by sequence", train.train, rank.config("by sequence", loss=SEQUENCE))
     rank.run("reference", train.train, rank.config("reference", files="bare", loss=KL, trainer=two))
+    for name, model in DIRECTORIES.items():
+        given = {"directory": rank.directory / name, "file": rank.directory / f"{name}.safetensors"}
+        for form, path in given.items():
+            run = f"{name} {form}"
+            rank.run(run, train.train, rank.config(run, model=model, init_from=str(path)))
     if rank.world == 1:
         return
     for degree in (1, 2):
@@ -51,6 +77,8 @@ def cases(rank: Rank) -> None:
     resumed = rank.config("resumed", files="bare", loss=KL, trainer=replace(two, max_steps=1))
     rank.run("half", train.train, resumed)
     rank.run("resumed", train.train, replace(resumed, ckpt_path="last", trainer=two))
+    lost = {"model": DIRECTORIES["olmo3moe"], "init_from": str(rank.directory / "lost")}
+    rank.run("lost", train.train, rank.config("lost", **lost))
     gap = rank.config("gap", scoring=ScoringConfig(max_behavior_gap=0.1))
     rank.run("gap", train.train, gap)
 
@@ -72,6 +100,14 @@ def main(directory: str) -> None:
         [replace(s, ref_logprobs=None) for s in samples_of(TWELVE, seed=i, prefix=f"f{i}-")] for i in (2, 3)
     ]
     write_files(Path(directory) / "bare", bare)
+    for name, model in DIRECTORIES.items():
+        decoder = HybridDecoder(model, attention="reference")
+        decoder.init_weights(7)  # runs have seed 0: initial weights of their own are others
+        weights = {key: parameter.detach() for key, parameter in decoder.named_parameters()}
+        export_hf(weights, model=model, directory=Path(directory) / name, shard_bytes=4000)
+        save_weights(weights, Path(directory) / f"{name}.safetensors")
+    shutil.copytree(Path(directory) / "olmo3moe", Path(directory) / "lost")
+    sorted((Path(directory) / "lost").glob("*.safetensors"))[-1].unlink()
     for world in (1, 2):
         mp.start_processes(run_rank, args=(world, directory), nprocs=world, start_method="fork")
 

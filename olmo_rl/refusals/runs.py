@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from olmo_rl.config import Config, CountSource, LoggerKind, LossKind, Recipe, Reduction, TaskKind
+from olmo_rl.hf_config import is_hf_directory
 from olmo_rl.refusals.rule import Rule, changed, trains, value_of
 from olmo_rl.run_directory import checkpoint_fault, complete_checkpoints
 
@@ -37,6 +38,13 @@ def _damaged(checkpoint: str | None) -> bool:
     if checkpoint is None or checkpoint == "last" or not Path(checkpoint).exists():
         return False
     return checkpoint_fault(checkpoint) is not None
+
+
+def _holds_no_weights(path: str | None) -> bool:
+    """Whether a directory is neither a Hugging Face directory nor a whole checkpoint."""
+    if path is None or not Path(path).is_dir() or is_hf_directory(path):
+        return False
+    return checkpoint_fault(path) is not None
 
 
 def _is_cleared(config: Config, weights: str | None) -> bool:
@@ -271,6 +279,13 @@ RUN = (
         fix="give outputs/<run>/checkpoints/<step>, a weights file, or null",
         example=("init_from=/nowhere",),
         select=lambda c, key: (path := getattr(c, key)) not in (None, "last") and not Path(path).exists(),
+    ),
+    Rule(
+        keys=("init_from", "loss.reference"),
+        refuses="a directory without config.json, and no whole checkpoint (read from disk)",
+        fix="give outputs/<run>/checkpoints/step-<n>, a .safetensors file, or a Hugging Face directory",
+        example=("init_from={run}",),
+        select=lambda c, key: _holds_no_weights(value_of(c, key)),
     ),
     Rule(
         keys=("warm_start.steps", "recipe"),

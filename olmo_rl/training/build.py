@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from olmo_rl.config import Config, LoggerKind, Source
 from olmo_rl.data.tasks import Task, build_task
-from olmo_rl.data.tokenizers import Tokenizer, load_tokenizer
+from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.sharded import FullWeights
 from olmo_rl.rollouts.engines import RemoteEngine
@@ -77,7 +77,7 @@ def build_local(config: Config) -> RolloutParts:
     engine = LocalEngine(config.model, device=device)
     return RolloutParts(
         task=build_task(config.task, seed=config.seed),
-        tokenizer=load_tokenizer(config.model.tokenizer),
+        tokenizer=fitting_tokenizer(config.model),
         engine=engine,
         publish=LocalPublication(engine),
     )
@@ -103,7 +103,7 @@ def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutP
     remote = build_remote(config)
     return RolloutParts(
         task=build_task(config.task, seed=config.seed),
-        tokenizer=load_tokenizer(config.model.tokenizer),
+        tokenizer=fitting_tokenizer(config.model),
         engine=remote,
         publish=Publication(remote, config=config, strategy=strategy),
         close=remote.close,

@@ -32,6 +32,8 @@ _SHAPING_LOSSES = (
     "router_count_source",
 )
 
+_WEIGHTS = ("*.distcp", "*.safetensors")  # of a checkpoint, of a Hugging Face directory
+
 
 def warm_start(config: Config) -> Config:
     """The configuration with `init_from` pointing at warmed weights; unchanged where no warm start is asked
@@ -81,13 +83,16 @@ def _save(module: PolicyModule, *, path: Path) -> None:
 
 
 def _contents(path: str | None) -> str | None:
-    """A hash of what a file holds, or of a checkpoint's shards: a name alone would hide a change."""
+    """A hash of what a file holds, or of the weights in a directory: a name alone would hide a change."""
     if path is None:
         return None
-    files = sorted(Path(path).glob("*.distcp")) if Path(path).is_dir() else [Path(path)]
+    found = [Path(path)]
+    if Path(path).is_dir():
+        found = sorted(file for pattern in _WEIGHTS for file in Path(path).glob(pattern))
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
+    for file in found:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
 
 
