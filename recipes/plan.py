@@ -62,7 +62,14 @@ def run(config: Config) -> None:
     directory, first = Path(config.run_dir), blocks[0]
     written = [directory / "plan.json", directory / "packs.png"]
     write_plan(blocks, topology=topology, budget=budget, untouched_tail=tail, path=written[0])
-    draw_packs(first.plan, lengths=first.lengths, budget=budget, path=written[1], title="Optimizer step 0")
+    draw_packs(
+        first.plan,
+        lengths=first.lengths,
+        budget=budget,
+        path=written[1],
+        padding=config.padding,
+        title="Optimizer step 0",
+    )
     loads, pads = given[0].loads, given[0].pads
     if loads is not None and first.plan.search is not None:
         arrival = plan_step(first.lengths, budget=config.budget, topology=topology)

@@ -38,7 +38,14 @@ from olmo_rl.planning.load_picture import column_loads
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import measure, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
-from olmo_rl.planning.report import describe_step, draw_packs, plan_document, print_report, scoring_remark
+from olmo_rl.planning.report import (
+    PADS,
+    describe_step,
+    draw_packs,
+    plan_document,
+    print_report,
+    scoring_remark,
+)
 from olmo_rl.planning.synthetic import (
     DOMAINS,
     draw_lengths,
@@ -47,7 +54,7 @@ from olmo_rl.planning.synthetic import (
     routes_of_counts,
     synthetic_collection,
 )
-from olmo_rl.types import Collection, ExpertLayout, PackPlan, Refusal, Sample, SearchLog, Topology
+from olmo_rl.types import Collection, ExpertLayout, PackPlan, Padding, Refusal, Sample, SearchLog, Topology
 from recipes import plan
 
 ROOT = Path(__file__).parent.parent
@@ -608,3 +615,17 @@ def test_a_cost_model_predicts_seconds_in_the_report_and_refuses_what_was_not_me
     with pytest.raises(Refusal, match="step 0, arrival: token_work .* outside the measured 1..2"):
         plan.run(balanced(path, tmp_path / "third", cost_model=str(file)))
     assert list((tmp_path / "third").iterdir()) == []
+
+
+def test_pads_are_drawn_behind_the_documents_up_to_the_length_of_the_row(tmp_path: Path) -> None:
+    lengths = [60] * 8
+    chosen = plan_step(lengths, budget=100, topology=Topology(4))
+    shares = {}
+    for multiple in (1, 20, 80, 100):
+        path = tmp_path / "p.png"
+        draw_packs(chosen, lengths=lengths, budget=100, path=path, padding=Padding(multiple_of=multiple))
+        pixels = np.rint(imread(path)[..., :3] * 255).astype(int)
+        inside = pixels[60:-80, 60:-160].reshape(-1, 3)
+        pads = (inside == [int(PADS[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=1).sum()
+        shares[multiple] = pads / (len(inside) - (inside == 0xFF).all(axis=1).sum())
+    assert shares == pytest.approx({1: 0.0, 20: 0.0, 80: 0.2, 100: 0.4}, abs=0.04)

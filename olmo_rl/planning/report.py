@@ -24,8 +24,9 @@ from rich.table import Table
 from olmo_rl.config import Config, ScoringMode
 from olmo_rl.planning.objective import Bounds, Work, gap, lower_bounds, measure
 from olmo_rl.planning.pads import Pads
-from olmo_rl.types import PackPlan, Topology
+from olmo_rl.types import NO_PADDING, PackPlan, Padding, Topology
 
+PADS = "#f0b8a8"  # their colour in packs.png
 _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
 
 
@@ -273,9 +274,11 @@ def draw_packs(
     lengths: Sequence[int] | NDArray[np.int64],
     budget: int | None,
     path: Path,
+    padding: Padding = NO_PADDING,
     title: str = "Packs of one optimizer step",
 ) -> None:
-    """Draw one optimizer step: a row per rank, packs side by side, documents as bars against the budget.
+    """Draw one optimizer step: a row per rank, packs side by side, documents as bars against the budget, pads
+    behind them.
 
     All packs of a column run together. `budget` None (packing off) leaves each column as wide as its longest
     document.
@@ -293,7 +296,7 @@ def draw_packs(
     ]
     gap = sum(widths) * min(0.012, 0.15 / len(widths))
     starts = np.concatenate([[0], np.cumsum(np.array(widths) + gap)])
-    slots, bars, values = [], [], []
+    slots, bars, values, pads = [], [], [], []
     for rank, packs in enumerate(plan.packs):
         for column, pack in enumerate(packs):
             left = float(starts[column])
@@ -303,6 +306,9 @@ def draw_packs(
                 bars.append(_box(left, right, rank))
                 values.append(int(tokens[position]))
                 left = right
+            rows = padding.rows(int(tokens[list(pack)].sum()))
+            if (end := float(starts[column]) + rows) > left:
+                pads.append(_box(left, end, rank))
     height = min(14.0, 1.7 + 0.32 * plan.world_size)
     figure = Figure(figsize=(11, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
@@ -317,6 +323,7 @@ def draw_packs(
             bars, array=np.array(values), cmap="YlGnBu", norm=scale, edgecolors="white", linewidths=edge
         )
     )
+    axes.add_collection(PolyCollection(pads, facecolors=PADS, edgecolors="none"))
     axes.set_xlim(-gap, starts[-1])
     axes.set_ylim(plan.world_size - 0.4, -0.6)
     every = max(1, plan.packs_per_rank // 16)
@@ -329,7 +336,7 @@ def draw_packs(
     for side in ("top", "right", "bottom", "left"):
         axes.spines[side].set_visible(False)
     wide = (
-        f"each box is {budget:,} tokens wide, grey is unused"
+        f"each box is {budget:,} tokens wide, grey is unused" + (", red are pads" if pads else "")
         if budget
         else "packing off: one document a forward"
     )

@@ -183,6 +183,7 @@ class PackPicture(Callback):
     def __init__(self, config: Config) -> None:
         self._path = Path(config.run_dir) / "packs.png"
         self._packed = config.packed
+        self._padding = config.padding
         self._drawn = False
 
     @override
@@ -194,7 +195,11 @@ class PackPicture(Callback):
         self._drawn = True
         lengths = [len(sample) for sample in batch.samples]
         draw_packs(
-            batch.plan, lengths=lengths, budget=batch.budget if self._packed else None, path=self._path
+            batch.plan,
+            lengths=lengths,
+            budget=batch.budget if self._packed else None,
+            path=self._path,
+            padding=self._padding,
         )
 
 
