@@ -14,6 +14,7 @@ class Recipe(Enum):
     validate = "validate"  # everything that can be refused, before weights load
     export = "export"  # weights of a run as a Hugging Face directory
     serve = "serve"  # the local engine behind the HTTP API of serving engines
+    upcycle = "upcycle"  # weights of a dense model as those of a mixture of experts
     vars()["import"] = "import"  # rollouts that another system recorded as files of ours
 
 

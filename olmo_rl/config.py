@@ -63,6 +63,7 @@ from olmo_rl.sections import (
     StrategyConfig,
     TaskConfig,
     TrainerConfig,
+    UpcycleConfig,
     WarmStartConfig,
 )
 from olmo_rl.types import Padding
@@ -118,6 +119,7 @@ __all__ = [
     "TaskConfig",
     "TaskKind",
     "TrainerConfig",
+    "UpcycleConfig",
     "WarmStartConfig",
     "WeightBound",
     "WeightLevel",
@@ -134,7 +136,7 @@ class Config:
     seed: int = 0  # of all randomness
     ckpt_path: str | None = None  # last, a checkpoint directory, or null
     overwrite: bool = False  # train into a directory that holds a run
-    cache_dir: str = "outputs/.cache"  # warm starts, shared by runs
+    cache_dir: str = "outputs/.cache"  # warm starts and upcycled weights, shared by runs
     source: ImportSource | None = None  # recipe=import: the system that recorded path
     path: str | None = None  # recipe=import: a file of that system, or a directory of them
     init_from: str | None = None  # weights to start from: checkpoint, safetensors file, Hugging Face model
@@ -151,6 +153,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    upcycle: UpcycleConfig = field(default_factory=UpcycleConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     imports: ImportsConfig = field(default_factory=ImportsConfig)

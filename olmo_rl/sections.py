@@ -77,7 +77,7 @@ class ModelConfig:
     norm_eps: float = 1e-6  # epsilon of every RMSNorm
     tie_embeddings: bool = False  # the output head is the embedding
     init_std: float = 0.02  # standard deviation of initial weights
-    tokenizer: str = "bytes"  # bytes, or a Hugging Face tokenizer directory or name
+    tokenizer: str = "bytes"  # bytes, a Hugging Face directory or name, a .gguf file, or package:NAME
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
@@ -102,6 +102,8 @@ class TaskConfig:
     name: str | None = None  # reasoning_gym: dataset name
     parameters: dict[str, Any] = field(default_factory=dict)  # passed to the dataset
     path: str | None = None  # jsonl: lines with prompt and answer
+    chat: bool = False  # prompts are turns of a user, written by the chat template of model.tokenizer
+    system: str | None = None  # chat: the turn of the system, null = what the template has by itself
     verifier: dict[str, Any] = field(default_factory=dict)  # jsonl: _target_ and arguments; {} = exact match
     verifiers: dict[str, Any] = field(default_factory=dict)  # jsonl: the same by the domain of a line
     verifier_seconds: float | None = None  # jsonl: time limit of one judgement, null = none
@@ -274,6 +276,14 @@ class WarmStartConfig:
     steps: int = 0  # supervised updates in a fresh run, never on resume; 0 = none
     lr: float = 2e-3  # learning rate of the warm start
     samples_per_step: int = 128  # documents of one supervised update
+
+
+@dataclass(kw_only=True, slots=True)
+class UpcycleConfig:
+    """A dense Llama model whose feed-forwards become experts, before the recipe; made once, then cached."""
+
+    dense: str | None = None  # Hugging Face directory, .gguf file, or package:NAME that carries one
+    noise: float = 0.01  # perturbation of an expert's weights, RMS over their RMS; 0 = equal experts
 
 
 @dataclass(kw_only=True, slots=True)

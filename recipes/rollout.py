@@ -14,13 +14,14 @@ from olmo_rl.training.build import build_parts, build_trainer
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.sources import GeneratingSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.training.upcycled import upcycled
 from olmo_rl.training.update import POLICY
 from olmo_rl.training.warm_start import warm_start
 
 
 def generate(config: Config) -> None:
     """One rank, top to bottom: load weights, publish them to the engine, draw, write."""
-    config = warm_start(config)
+    config = warm_start(upcycled(config))
     strategy = ExpertParallelStrategy(config)
     local = build_parts(config, strategy=strategy)
     source = GeneratingSource(config, parts=local, strategy=strategy)

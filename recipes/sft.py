@@ -11,7 +11,7 @@ from rich.console import Console
 
 from olmo_rl.config import Config
 from olmo_rl.data.chat_files import ChatStream, open_chat
-from olmo_rl.data.tasks import build_task
+from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.training.callbacks import ContractLog
@@ -22,12 +22,14 @@ from olmo_rl.training.fit import fit
 from olmo_rl.training.held_out import HeldOutLoss
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.training.upcycled import upcycled
 from olmo_rl.training.update import SUPERVISED
 
 
 def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
     """One rank, top to bottom. `watchers` see the hooks of Lightning beside our own callbacks."""
     checkpoint = resolve_checkpoint(config)
+    config = upcycled(config)
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=SUPERVISED)
     tokenizer = fitting_tokenizer(config.model)
@@ -59,7 +61,7 @@ def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
 def _source(config: Config, *, tokenizer: Tokenizer, strategy: ExpertParallelStrategy) -> SupervisedSource:
     sft = config.sft
     if sft.path is None:
-        task = build_task(config.task, seed=config.seed)
+        task = task_of(config, tokenizer=tokenizer)
         return TaskDemonstrations(config, task=task, tokenizer=tokenizer, strategy=strategy)
     stream = ChatStream(
         open_chat(sft.path, config=sft, key="sft.path", split=sft.split),

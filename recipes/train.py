@@ -22,6 +22,7 @@ from olmo_rl.training.pictures import draw_reward
 from olmo_rl.training.sources import FileSource, GeneratingSource
 from olmo_rl.training.sources import Source as RolloutSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.training.upcycled import upcycled
 from olmo_rl.training.update import POLICY
 from olmo_rl.training.warm_start import warm_start
 
@@ -38,7 +39,7 @@ CLOSING_METRICS = (
 def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
     """One rank, top to bottom. `watchers` see the hooks of Lightning beside our own callbacks."""
     checkpoint = resolve_checkpoint(config)
-    config = warm_start(config)
+    config = warm_start(upcycled(config))
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=POLICY)
     parts = build_parts(config, strategy=strategy) if config.generates else None
@@ -96,4 +97,6 @@ def _close(config: Config, *, evaluation: Evaluation | None, skipped: int) -> No
         )
     console = Console()
     console.print(table)
+    if len(rows) < 20:
+        console.print(f"{len(rows)} updates, first and last overlap: they prove the path, not the learning")
     console.print(f"run directory: {config.run_dir}", soft_wrap=True)

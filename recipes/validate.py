@@ -28,6 +28,10 @@ def run(config: Config) -> None:
     if findings.reasons:
         raise Refusal(findings.reasons)
 
+    if config.upcycle.dense is not None:
+        from olmo_rl.policy.upcycling import refuse_misfits
+
+        refuse_misfits(config)
     model, topology = config.model, Topology(config.world_size, config.ep_degree)
     from olmo_rl.policy.footprint import memory_table  # after the refusals: they need no torch
     from olmo_rl.policy.interop import parameter_shapes

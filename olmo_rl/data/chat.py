@@ -61,6 +61,21 @@ def render(row: ChatRow, *, tokenizer: Tokenizer) -> tuple[NDArray[np.int32], ND
     return np.array(ids, dtype=np.int32), np.array(trained, dtype=np.bool_)
 
 
+def user_prompt(text: str, *, tokenizer: Tokenizer, system: str | None) -> str:
+    """`text` as the turn of a user, after one of the system where there is one, rendered up to where the
+    assistant begins.
+    """
+    if not (isinstance(tokenizer, HfTokenizer) and tokenizer.backend.chat_template):
+        raise Refusal(
+            "task.chat=true: model.tokenizer has no chat template: choose one that has, or task.chat=false"
+        )
+    turns: list[Turn] = [] if system is None else [{"role": "system", "content": system}]
+    turns.append({"role": "user", "content": text})
+    backend = tokenizer.backend
+    _template_of(backend)
+    return str(_apply(lambda: backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
+
+
 def supervised_sample(id: str, tokens: NDArray[np.int32], *, trained: NDArray[np.bool_]) -> Sample:
     """A document without behaviour policy or reward; `trained` bool [T] is what cross-entropy looks at."""
     return Sample(

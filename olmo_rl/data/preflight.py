@@ -15,6 +15,7 @@ from olmo_rl.config import Config, Overlong, Recipe
 from olmo_rl.data.chat import ChatRow, render, too_long
 from olmo_rl.data.chat_files import open_chat, rows_in_order
 from olmo_rl.data.files import check_layout, collection_paths, read_collection
+from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tasks import Problem, build_task, demonstration
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
@@ -96,8 +97,11 @@ def look_into_task(config: Config, findings: Findings) -> None:
     if not (prompts or demonstrates) or not 0 <= config.seed <= MAX_SEED:
         return  # a seed out of range has a row of its own in the table of refusals
     tokenizer = findings.collect(lambda: fitting_tokenizer(config.model))
-    task = findings.collect(lambda: build_task(config.task, seed=config.seed))
-    if tokenizer is None or task is None:
+    if tokenizer is None:
+        findings.collect(lambda: build_task(config.task, seed=config.seed))
+        return
+    task = findings.collect(lambda: task_of(config, tokenizer=tokenizer))
+    if task is None:
         return
     problems = findings.collect(lambda: task.problems(_PROMPTS, seed=config.seed)) or []
     if demonstrates:

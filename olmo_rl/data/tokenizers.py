@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from olmo_rl.config import ModelConfig
+from olmo_rl.data.gguf import find_gguf, gguf_tokenizer
 from olmo_rl.types import Refusal
 
 
@@ -66,7 +67,7 @@ class HfTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or a Hugging Face tokenizer by directory or name."""
+    """`bytes`, or a Hugging Face tokenizer by directory or name, or that of a GGUF file."""
     if name == "bytes":
         return ByteTokenizer()
     if importlib.util.find_spec("transformers") is None:
@@ -74,7 +75,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        backend = AutoTokenizer.from_pretrained(name)
+        gguf = find_gguf(name, key="model.tokenizer")
+        backend = (
+            AutoTokenizer.from_pretrained(name)
+            if gguf is None
+            else gguf_tokenizer(gguf, key="model.tokenizer")
+        )
     except (OSError, ValueError) as error:
         raise Refusal(f"model.tokenizer={name}: {str(error).splitlines()[0]}") from error
     if backend.eos_token_id is None:

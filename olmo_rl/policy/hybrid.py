@@ -128,7 +128,8 @@ def build_mixer(
 _RESIDUAL_OUTPUTS = ("mixer.wo.weight", ".w2.weight", ".w2_EDF", ".latent_up.weight")
 
 
-def _generator(name: str, seed: int) -> torch.Generator:
+def named_generator(name: str, seed: int) -> torch.Generator:
+    """Random numbers that depend on the name and the seed alone."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest))
 
@@ -228,7 +229,7 @@ class HybridDecoder(nn.Module):
         for name, module in self.named_modules():
             if module is self or (module is self.lm_head and self.enable_weight_tying):
                 continue
-            generator = _generator(name, seed)
+            generator = named_generator(name, seed)
             if hasattr(module, "init_weights"):
                 module.init_weights(generator)
                 continue

@@ -19,6 +19,7 @@ from olmo_rl.refusals.rule import Rule
 from olmo_rl.refusals.runs import LOSS, RUN, TASK, run_files
 from olmo_rl.refusals.shapes import MODEL, NUMBERS, RANKS
 from olmo_rl.refusals.supervised import SFT
+from olmo_rl.refusals.upcycling import UPCYCLE
 
 __all__ = ["RULES", "Rule", "markdown", "refusals", "run_files"]
 
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     *RUN,
     *IMPORTS,
     *EXPORTS,
+    *UPCYCLE,
 )
 
 

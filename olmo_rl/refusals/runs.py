@@ -17,6 +17,7 @@ RUN_MARKS: dict[Recipe, tuple[str, ...]] = {
     Recipe.rollout: ("rollouts",),
     Recipe.score: ("scores.jsonl",),
     Recipe["import"]: ("rollouts", "import_report.json"),
+    Recipe.upcycle: ("upcycled",),
 }
 
 
@@ -193,6 +194,21 @@ TASK = (
         fix="leave it at its default",
         example=("task.path=problems.jsonl", "+task.verifier._target_=builtins.float"),
         when=lambda c: c.task.kind is not TaskKind.jsonl,
+        select=changed,
+    ),
+    Rule(
+        keys=("task.chat", "model.tokenizer"),
+        refuses="bytes have no chat template",
+        fix="choose a model.tokenizer that has one, or task.chat=false",
+        example=("task.chat=true",),
+        when=lambda c: c.task.chat and c.model.tokenizer == "bytes",
+    ),
+    Rule(
+        keys=("task.system",),
+        refuses="no effect without task.chat",
+        fix="set task.chat=true, or leave it null",
+        example=("task.system=brief",),
+        when=lambda c: not c.task.chat,
         select=changed,
     ),
     Rule(

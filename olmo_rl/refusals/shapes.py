@@ -81,6 +81,7 @@ NUMBERS = (
         keys=(
             *under("loss", "kl_coef entropy_coef router_aux_weight router_z_weight tis_low tis_high"),
             *under("optim", "weight_decay"),
+            *under("upcycle", "noise"),
         ),
         refuses="not a finite number of at least 0",
         fix="give one",

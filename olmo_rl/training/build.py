@@ -21,7 +21,8 @@ from torch import nn
 from typing_extensions import override
 
 from olmo_rl.config import Config, LoggerKind, Source
-from olmo_rl.data.tasks import Task, build_task
+from olmo_rl.data.prompting import task_of
+from olmo_rl.data.tasks import Task
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.sharded import FullWeights
@@ -75,9 +76,10 @@ def build_local(config: Config) -> RolloutParts:
         else torch.device("cuda", cluster_environment().local_rank())
     )
     engine = LocalEngine(config.model, device=device)
+    tokenizer = fitting_tokenizer(config.model)
     return RolloutParts(
-        task=build_task(config.task, seed=config.seed),
-        tokenizer=fitting_tokenizer(config.model),
+        task=task_of(config, tokenizer=tokenizer),
+        tokenizer=tokenizer,
         engine=engine,
         publish=LocalPublication(engine),
     )
@@ -101,9 +103,10 @@ def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutP
     if config.rollouts.source is Source.local:
         return build_local(config)
     remote = build_remote(config)
+    tokenizer = fitting_tokenizer(config.model)
     return RolloutParts(
-        task=build_task(config.task, seed=config.seed),
-        tokenizer=fitting_tokenizer(config.model),
+        task=task_of(config, tokenizer=tokenizer),
+        tokenizer=tokenizer,
         engine=remote,
         publish=Publication(remote, config=config, strategy=strategy),
         close=remote.close,

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from olmo_rl.config import Config
-from olmo_rl.data.tasks import build_task
+from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.policy.sharded import FullWeights
@@ -58,11 +58,9 @@ def warm_start(config: Config) -> Config:
     strategy.join()
     if not strategy.broadcast(path.is_file()):
         module = PolicyModule(supervised, objective=SUPERVISED)
+        tokenizer = fitting_tokenizer(config.model)
         source = TaskDemonstrations(
-            supervised,
-            task=build_task(config.task, seed=config.seed),
-            tokenizer=fitting_tokenizer(config.model),
-            strategy=strategy,
+            supervised, task=task_of(config, tokenizer=tokenizer), tokenizer=tokenizer, strategy=strategy
         )
         data = SupervisedDataModule(
             supervised, source=source, samples_per_step=config.warm_start.samples_per_step

@@ -1,0 +1,20 @@
+"""A dense Llama as the start of a routed model: experts copied from its MLPs. No GPU, one process.
+
+Before the copies are perturbed their logits are held against the dense model's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from olmo_rl.config import Config
+from olmo_rl.policy.upcycling import WEIGHTS, write_upcycled
+
+
+def run(config: Config) -> None:
+    """`upcycle.dense` -> weights, report and tokenizer in the run directory."""
+    directory = Path(config.run_dir) / "upcycled"
+    report = write_upcycled(config, directory=directory)
+    print("\n".join(report.lines()))
+    tokenizer = f" model.tokenizer={directory}" if config.model.tokenizer != "bytes" else ""
+    print(f"start from it: upcycle.dense=null init_from={directory / WEIGHTS}{tokenizer}")
