@@ -49,8 +49,10 @@ def generate(config: Config) -> None:
             print(f"{path.name}: {len(rewards)} samples, {tokens} tokens, mean reward {mean:.3f}{left_out}")
 
     module.on_predict = draw
-    trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])
-    trainer.predict(module, dataloaders=range(config.rollouts.collections), return_predictions=False)
-    local.close()
+    try:
+        trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])
+        trainer.predict(module, dataloaders=range(config.rollouts.collections), return_predictions=False)
+    finally:
+        local.close()
     if trainer.is_global_zero:
         Console().print(f"rollouts: {directory}", soft_wrap=True)

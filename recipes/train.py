@@ -50,17 +50,19 @@ def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
         module.publish = parts.publish
         if config.task.eval_problems > 0:
             evaluation = Evaluation(config, parts=parts, contract=contract)
-    trainer, interrupted = fit(
-        config,
-        strategy=strategy,
-        module=module,
-        data=data,
-        contract=contract,
-        evaluations=[*([] if evaluation is None else [evaluation]), *watchers],
-        checkpoint=checkpoint,
-    )
-    if parts is not None:
-        parts.close()
+    try:
+        trainer, interrupted = fit(
+            config,
+            strategy=strategy,
+            module=module,
+            data=data,
+            contract=contract,
+            evaluations=[*([] if evaluation is None else [evaluation]), *watchers],
+            checkpoint=checkpoint,
+        )
+    finally:  # or the next job of a sweep shares its engines with what this one left running
+        if parts is not None:
+            parts.close()
     if trainer.is_global_zero:
         _close(config, evaluation=evaluation, skipped=module.skipped_updates)
     if interrupted:

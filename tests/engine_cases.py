@@ -71,7 +71,7 @@ def server_of(
 
 
 @contextmanager
-def listening(application: web.Application) -> Iterator[str]:
+def listening(application: web.Application, *, port: int = 0) -> Iterator[str]:
     """The address of an application while the block runs."""
     loop, started = asyncio.new_event_loop(), threading.Event()
     address: list[str] = []
@@ -79,7 +79,7 @@ def listening(application: web.Application) -> Iterator[str]:
 
     async def start() -> None:
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         address.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
         started.set()

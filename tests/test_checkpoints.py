@@ -35,7 +35,8 @@ from olmo_rl.run_directory import (
     named_checkpoints,
 )
 from olmo_rl.training.checkpoints import resolve_checkpoint
-from olmo_rl.training.module import parameter_groups
+from olmo_rl.training.metrics_csv import MetricsCsv
+from olmo_rl.training.module import PolicyModule, parameter_groups
 from olmo_rl.types import Refusal
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=4, weight_decay=0.05)
@@ -312,9 +313,47 @@ def test_a_run_from_an_older_checkpoint_is_another_run_and_leaves_the_first_alon
     assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
 
 
-def test_a_refusal_of_a_later_file_keeps_the_updates_before_it(
-    straight: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def rows_handed_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps of every row that a logger is given, as they come."""
+    steps: list[int] = []
+    write = MetricsCsv.log_metrics
+
+    def noted(self: MetricsCsv, metrics: dict[str, float], step: int | None = None) -> None:
+        steps.append(step or 0)
+        write(self, metrics, step)
+
+    monkeypatch.setattr(MetricsCsv, "log_metrics", noted)
+    return steps
+
+
+def test_an_update_whose_publication_is_refused_is_told_before_it_is_saved(
+    straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def without_engines(module: PolicyModule) -> None:
+        def publish(decoder: HybridDecoder, version: int) -> None:
+            if version == 2:
+                raise Refusal("rollouts.urls: no engine could be updated")
+
+        module.publish = publish
+
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=4, interval=None)
+    steps = rows_handed_on(monkeypatch)
+    with pytest.raises(Refusal, match="no engine could be updated"):
+        fit(config, prepare=without_engines)
+    assert names(tmp_path / "run") == ["step-2"]
+    assert steps == [1, 2]
+    run = fit(resumed(config, updates=4))
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4]
+    for event in ("packing", "optimizer", "replay"):
+        assert [line["step"] for line in run.events(event)] == [1, 2, 3, 4]
+    check_same_end(run, straight)
+
+
+def test_a_refusal_of_a_later_file_keeps_the_updates_before_it(
+    straight: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = rows_handed_on(monkeypatch)
     good = files(FILES)
     stranger = replace(good[2][0], tokens=good[2][0].tokens + MODEL.vocab_size)
     write_files(tmp_path / "run", [*good[:2], [stranger, *good[2][1:]], *good[3:]])
@@ -322,6 +361,7 @@ def test_a_refusal_of_a_later_file_keeps_the_updates_before_it(
     with pytest.raises(Refusal, match="collection-00002"):
         fit(config)
     assert names(tmp_path / "run") == ["step-2"]
+    assert steps == [1, 2], "once each"
     assert "refused after update 2, which is saved" in capsys.readouterr().out
     write_files(tmp_path / "run", good)
     check_same_end(fit(resumed(config, updates=4)), straight)

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +31,10 @@ from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.policy.hf_export import buckets
 from olmo_rl.policy.hf_names import Piece
-from olmo_rl.rollouts.collective import Arrivals, join, own_store
+from olmo_rl.rollouts import control
+from olmo_rl.rollouts.collective import Arrivals, address_for, join, own_store
 from olmo_rl.rollouts.control import Engine
-from olmo_rl.rollouts.engines import RemoteEngine
+from olmo_rl.rollouts.engines import REST_SECONDS, RemoteEngine
 from olmo_rl.rollouts.wire import completions_of
 from olmo_rl.types import Refusal
 
@@ -275,7 +278,7 @@ def test_our_own_mistakes_and_a_world_without_engines_are_refused_with_their_rea
         remote.publish("step-1", 1)
         with pytest.raises(Refusal, match="prompt too long"):
             remote.generate(REQUESTS, max_new_tokens=4, seed=0)
-    words = "http://127.0.0.1:9: took no weights: /pause: ConnectError"
+    words = "http://127.0.0.1:9: took no weights: /health: ConnectError"
     with client_of("http://127.0.0.1:9") as remote, pytest.raises(Refusal, match=words):
         remote.publish("step-1", 1)
 
@@ -455,3 +458,97 @@ def test_tensors_of_another_model_are_refused_before_any_is_received(
         arrivals.take({"group_name": "g"} | body)
     group.close()
     arrivals.close()
+
+
+def test_nobody_gives_an_engine_older_weights_than_another_process_has_just_published() -> None:
+    """Two ranks ask one engine. It fails twice at the second, which then would look after it, while the first
+    publishes: `hold`, which every rank calls before, keeps the second from bringing it back to the old ones.
+    """
+    calls: list[tuple[str, Any]] = []
+    failing = [False]
+
+    def reply(body: dict[str, Any]) -> Any:
+        return (500, {}) if failing[0] else answer_of(body)
+
+    def loads() -> list[str]:
+        return [body["kwargs"]["weights_path"] for path, body in calls if path == "/collective_rpc"]
+
+    with (
+        listening(stand_in(reply, calls=calls)) as url,
+        client_of(url) as zero,
+        client_of(url, retries=0) as one,
+    ):
+        zero.publish("step-1", 1)
+        one.adopt("step-1", 1, versions=zero.versions)
+        failing[0] = True
+        assert one.generate(REQUESTS[:2], max_new_tokens=4, seed=0) == [None, None]
+        failing[0] = False
+        one.hold()
+        given = loads()
+        zero.publish("step-2", 2)
+        time.sleep(2 * REST_SECONDS)
+        assert loads() == [*given, "step-2"]
+        one.adopt("step-2", 2, versions=zero.versions)
+        (answer,) = complete(one.generate(REQUESTS[:1], max_new_tokens=4, seed=0))
+        assert answer.policy_version == 2
+        assert set(loads()[len(given) :]) == {"step-2"}
+
+
+def test_while_newer_weights_are_being_published_an_answer_from_them_counts_as_older() -> None:
+    reported = [1]
+    with (
+        listening(stand_in(lambda body: answer_of(body, weight_version=reported[0]))) as url,
+        client_of(url, retries=0) as remote,
+    ):
+        remote.publish("step-1", 1)
+        remote.hold()
+        reported[0] = 2
+        (answer,) = complete(remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0))
+        assert answer.policy_version == 1
+        remote.adopt("step-2", 2, versions={url: 2})
+        reported[0] = 3
+        assert remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0) == [None]
+
+
+@pytest.mark.parametrize("publication", PublicationKind)
+def test_an_engine_that_is_stopped_costs_a_publication_seconds(
+    monkeypatch: pytest.MonkeyPatch, publication: PublicationKind
+) -> None:
+    monkeypatch.setattr(control, "AT_ONCE_SECONDS", 0.5)
+    stopped = socket.create_server(("127.0.0.1", 0))  # takes connections and says nothing
+    silent = f"http://127.0.0.1:{stopped.getsockname()[1]}"
+    with (
+        listening(server_of(local_engine(), shelf={"step-1": weights_of(1)}).application()) as url,
+        client_of(url, silent, source=Source.sglang, publication=publication) as remote,
+    ):
+        began = time.monotonic()
+        if publication is PublicationKind.directory:
+            remote.publish("step-1", 1)
+        else:
+            remote.broadcast(sent_in_parts(1), 1)
+        assert time.monotonic() - began < 60, "far below the limit of a control call"
+        assert remote.versions == {url: 1, silent: None}
+        assert "/health: ReadTimeout" in remote.engines[1].faults
+    stopped.close()
+
+
+def test_an_engine_that_was_started_again_since_the_last_broadcast_takes_the_next_one() -> None:
+    first, second = local_engine(), local_engine()
+    with collective("http://127.0.0.1:1") as remote:
+        with listening(server_of(first).application()) as url:
+            remote.engines[0].url = url
+            remote.broadcast(sent_in_parts(1), 1)
+        port = int(url.rpartition(":")[2])
+        with listening(server_of(second).application(), port=port):
+            remote.broadcast(sent_in_parts(2), 2)
+            assert remote.versions == {url: 2}
+            assert (first.version, second.version) == (1, 2)
+
+
+def test_the_address_on_the_way_to_an_engine_is_of_its_family_and_an_unknown_one_is_its_fault() -> None:
+    assert address_for("http://127.0.0.1:30000") == "127.0.0.1"
+    with (
+        collective("http://no.such.host.invalid:30000") as remote,
+        pytest.raises(Refusal, match="took no weights"),
+    ):
+        remote.broadcast(sent_in_parts(1), 1)

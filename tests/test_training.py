@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composing import compose_fast
 from lightning.pytorch import Callback
 from training_cases import (
     SMALL_PACKS,
@@ -312,3 +314,30 @@ def test_a_step_that_trains_starts_the_count_of_skips_again(tmp_path: Path) -> N
     )
     assert run.module.skipped_updates == 4
     assert run.trainer.global_step == 1
+
+
+@pytest.mark.parametrize("recipe", ["train", "rollout"])
+def test_a_run_that_is_refused_lets_go_of_its_engines(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next job of a sweep may ask the same ones, from the same process."""
+    closed: list[str] = []
+    config = replace(
+        compose_fast("+experiment=packed_moe", "model=hybrid_tiny", "warm_start.steps=0", f"recipe={recipe}"),
+        run_dir=str(tmp_path),
+    )
+    module = importlib.import_module(f"recipes.{recipe}")
+    build = module.build_parts
+
+    def parts_of(*arguments: Any, **named: Any) -> Any:
+        return replace(build(*arguments, **named), close=lambda: closed.append(recipe))
+
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        raise Refusal("engines took no weights")
+
+    monkeypatch.setattr(module, "build_parts", parts_of)
+    monkeypatch.setattr(module, "fit" if recipe == "train" else "build_trainer", refuse)
+    run = module.train if recipe == "train" else module.generate
+    with pytest.raises(Refusal, match="took no weights"):
+        run(config)
+    assert closed == [recipe]

@@ -35,6 +35,7 @@ A = TypeVar("A")
 # Of the tensors whose names one call carries; an engine holds them beside its weights.
 BUCKET_BYTES = 512 * 2**20
 SILENCE = timedelta(seconds=60)  # a side that does not join, send or take a bucket within this is gone
+LONG_SILENCE = timedelta(hours=1)  # NCCL ends the process then: a call over HTTP must end earlier
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -52,7 +53,9 @@ class WeightGroup:
             self.backend.broadcast([tensor], options).wait()
 
     def close(self) -> None:
-        """Let go of the other side; a broadcast under way ends with a RuntimeError."""
+        """Let go of the other side, whose broadcast ends with a RuntimeError. One under way on this side ends
+        when the other lets go, or after SILENCE.
+        """
         self.backend.abort()
 
 
@@ -68,8 +71,9 @@ def own_store(name: str, *, world_size: int) -> tuple[dist.TCPStore, dict[str, A
 def address_for(url: str) -> str:
     """The address of this machine on the way to `url`."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))  # nothing is sent
+    family, *_, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # nothing is sent
         return str(probe.getsockname()[0])
 
 
@@ -81,7 +85,7 @@ def join(store: dist.Store, *, name: str, rank: int, world_size: int, device: to
         store = dist.PrefixStore(prefix, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = SILENCE
+        options._timeout = LONG_SILENCE
         return WeightGroup(backend=dist.ProcessGroupNCCL(store, rank, world_size, options), device=device)
     backend = dist.ProcessGroupGloo(store, rank, world_size, SILENCE)
     return WeightGroup(backend=backend, device=device)
@@ -107,9 +111,12 @@ class Broadcaster:
             return
         self._made += 1
         name = f"olmo_rl-{os.getpid()}-{self._made}"
-        store, told = own_store(name, world_size=self._world_size)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        body = told | {"master_address": address_for(url), "backend": backend}
+        try:
+            store, told = own_store(name, world_size=self._world_size)
+            body = told | {"master_address": address_for(url), "backend": backend}
+        except (OSError, RuntimeError) as error:
+            raise EngineFault(f"no group with it: {error}") from None
         meeting = partial(join, store, name=name, rank=0, world_size=self._world_size, device=self._device)
         calling = asyncio.ensure_future(self._post(url, "/init_weights_update_group", body))
         joining = _in_thread(meeting)
@@ -136,7 +143,7 @@ class Broadcaster:
         sending = _in_thread(partial(group.broadcast, sent))
         await asyncio.wait({calling, sending}, return_when=asyncio.FIRST_EXCEPTION)
         if not sending.done():
-            group.close()  # the engine takes nothing: without it the broadcast would wait for it
+            group.close()  # the engine takes nothing
             await asyncio.wait({sending})
         elif not calling.done():
             calling.cancel()
@@ -171,8 +178,8 @@ def _in_thread(work: Callable[[], A]) -> asyncio.Future[A]:
 
 def _outcome(calling: asyncio.Future[Any], transfer: asyncio.Future[A]) -> A:
     """What the transfer gave; the call's fault before its own, since it says why."""
-    for future in (calling, transfer):
-        fault = future.exception() if future.done() and not future.cancelled() else None
+    ended = [future for future in (calling, transfer) if future.done() and not future.cancelled()]
+    for fault in [future.exception() for future in ended]:
         if fault is not None:
             raise fault
     return transfer.result()
@@ -218,7 +225,12 @@ class Arrivals:
         group = self._groups.get(str(body.get("group_name")))
         if group is None:
             raise Refusal(f"group_name: {body.get('group_name')!r} was not opened, or its trainer is gone")
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in self._announced(body)}
+        try:
+            announced = self._announced(body)
+        except Refusal:
+            self.close()  # or the trainer waits for somebody to take what it sends
+            raise
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in announced}
         try:
             group.broadcast(list(tensors.values()))
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -63,23 +64,32 @@ class Counts:
 
 class RemoteEngine:
     """The engines of `rollouts.urls` behind the calls of `LocalEngine`. A thread runs the event loop, so that
-    generation goes on while the caller trains. `device`: where broadcast weights lie.
+    generation goes on while the caller trains. `device`: where broadcast weights lie; `patience`: seconds
+    that one control call may take.
     """
 
-    def __init__(self, config: RolloutsConfig, *, axis: RouteAxis | None, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        config: RolloutsConfig,
+        *,
+        axis: RouteAxis | None,
+        device: torch.device = CPU,
+        patience: float = CONTROL_TIMEOUT_SECONDS,
+    ) -> None:
         self.version: int | None = None
         self.counts = Counts()
         self.engines = [Engine(url=url.rstrip("/")) for url in config.urls]
         self._config = config
         self._axis = axis
         self._published: str | None = None
+        self._held = False
         self._model: str | None = config.served_model
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
         self._thread.start()
         self._client = self._call(self._open())
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._control = Control(config, client=self._client, device=device)
+        self._control = Control(config, client=self._client, device=device, patience=patience)
 
     async def _open(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)
@@ -103,6 +113,18 @@ class RemoteEngine:
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
 
+    def hold(self) -> None:
+        """Give no engine the present weights any more: newer ones are about to be published, by whichever
+        process. Until they are, an answer may come from them, and counts as one of the older.
+        """
+        self._call(self._hold())
+
+    async def _hold(self) -> None:
+        self._held = True
+        for engine in self.engines:
+            async with engine.control:
+                pass  # what was under way has ended
+
     def publish(self, path: str, version: int) -> None:
         """Pause -> update from `path` -> flush -> resume every engine that answers. An engine that fails
         keeps its old version and gets no request until it has caught up. Refused where none is left.
@@ -110,6 +132,7 @@ class RemoteEngine:
         self._published = path
         self.version = version
         self._call(self._each(self.engines, self._bring_up_to_date))
+        self._held = False
         self._refuse_without_engines()
 
     def broadcast(self, buckets: Iterable[Mapping[str, Tensor]], version: int) -> None:
@@ -119,10 +142,16 @@ class RemoteEngine:
         self._published = None
         self.version = version
         ready = self._call(self._each(self.engines, self._control.begin_broadcast))
-        for bucket in buckets:
+        for number, bucket in enumerate(buckets):
             send = partial(self._control.send, bucket=bucket, version=version)
-            ready = self._call(self._each(ready, send))
+            sent = self._call(self._each(ready, send))
+            if number == 0:  # one that was started again since the last broadcast has left its group
+                lost = [engine for engine in ready if engine not in sent]
+                again = self._call(self._each(lost, self._control.begin_broadcast))
+                sent += self._call(self._each(again, send))
+            ready = sent
         self._call(self._each(ready, partial(self._control.end_broadcast, version=version)))
+        self._held = False
         self._refuse_without_engines()
 
     @property
@@ -135,6 +164,7 @@ class RemoteEngine:
         self._published = path
         self.version = version
         self._call(self._adopt(versions))
+        self._held = False
 
     async def _adopt(self, versions: Mapping[str, int | None]) -> None:
         for engine in self.engines:
@@ -148,12 +178,13 @@ class RemoteEngine:
         """Control calls to all engines at once; those that did not fail. The others keep what they hold."""
 
         async def attempt(engine: Engine) -> Engine | None:
-            try:
-                await work(engine)
-            except EngineFault as fault:
-                self._control.drop(engine)
-                self._failed(engine, fault, rest=True)
-                return None
+            async with engine.control:
+                try:
+                    await work(engine)
+                except EngineFault as fault:
+                    self._control.drop(engine)
+                    self._failed(engine, fault, rest=True)
+                    return None
             return engine
 
         found = await asyncio.gather(*(attempt(engine) for engine in engines))
@@ -167,6 +198,7 @@ class RemoteEngine:
             )
 
     async def _bring_up_to_date(self, engine: Engine) -> None:
+        """Alone with this engine's control calls, and with what is published by then."""
         path, version = self._published, self.version
         assert path is not None, "publish comes first"
         assert version is not None, "publish comes first"
@@ -242,7 +274,7 @@ class RemoteEngine:
         """The first model that an engine names."""
         for engine in self.engines:
             try:
-                answer = await self._client.get(engine.url + "/v1/models", timeout=CONTROL_TIMEOUT_SECONDS)
+                answer = await self._client.get(engine.url + "/v1/models")
                 return str(answer.json()["data"][0]["id"])
             except (httpx.HTTPError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 self._failed(engine, EngineFault(f"/v1/models: {type(error).__name__}"))
@@ -298,9 +330,10 @@ class RemoteEngine:
         reported = completion.policy_version
         if reported is None and self._config.publication is PublicationKind.directory:
             return
-        if at_start is None or (
-            reported is not None and at_start <= reported <= (engine.version or at_start)
-        ):
+        if at_start is None:
+            return
+        newest = math.inf if self._held else engine.version or at_start
+        if reported is not None and at_start <= reported <= newest:
             return
         fault = EngineFault(f"answer: weights of version {reported}, published were {at_start}")
         engine.version = None
@@ -327,22 +360,26 @@ class RemoteEngine:
         engine.failures += 1
         if (rest or engine.failures >= FAILURES_BEFORE_REST) and not engine.resting:
             engine.resting = True
+            if not engine.control.locked():
+                self._control.drop(engine)  # if it was started again, it is in no group
             self._loop.create_task(self._look_after(engine))
 
     async def _look_after(self, engine: Engine) -> None:
         """Wait until an engine is healthy, bring it up to date, let it work again."""
         while engine.resting:
             await asyncio.sleep(REST_SECONDS)
-            try:
-                await self._client.get(engine.url + "/health", timeout=REST_SECONDS * 5)
-            except (httpx.HTTPError, OSError):
+            if self._held or not await self._control.healthy(engine):
                 continue
             # A server that came back holds whatever it was started with.
             if self._published is not None:
-                await self._each([engine], self._bring_up_to_date)
+                await self._each([engine], self._unless_held)
             elif engine.version == self.version:
                 engine.failures, engine.resting = 0, False
             # What was broadcast is gone: an engine without it rests until the next publication.
+
+    async def _unless_held(self, engine: Engine) -> None:
+        if not self._held:
+            await self._bring_up_to_date(engine)
 
 
 def _backoff(attempt: int) -> float:

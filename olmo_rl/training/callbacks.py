@@ -23,6 +23,7 @@ from olmo_rl.training.build import RolloutParts
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.sources import response_text
 from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.types import Refusal
 
 
 class ContractLog(Callback):
@@ -33,6 +34,7 @@ class ContractLog(Callback):
     def __init__(self, run_dir: str | Path) -> None:
         self._run_dir = Path(run_dir)
         self._file: IO[str] | None = None
+        self._told = -1
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -61,7 +63,20 @@ class ContractLog(Callback):
         module = cast(PolicyModule, pl_module)
         if module.report is None:
             self.write("skipped", trainer=trainer, facts=batch.facts)
-            return
+        else:
+            self._tell(module, batch=batch, trainer=trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """An update that nothing could be told after, say its publication: a checkpoint will hold it."""
+        report = cast(PolicyModule, pl_module).report
+        refused = isinstance(exception, Refusal) and self._file is not None
+        if refused and report is not None and report.stepped and self._told != trainer.global_step:
+            self._tell(cast(PolicyModule, pl_module), batch=report.batch, trainer=trainer)
+
+    def _tell(self, module: PolicyModule, *, batch: PackedBatch, trainer: Trainer) -> None:
+        assert module.report is not None
+        self._told = trainer.global_step
         self.write(
             "packing",
             trainer=trainer,

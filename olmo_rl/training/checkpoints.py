@@ -180,9 +180,10 @@ def _write_row(trainer: Trainer) -> None:
     """Hand what was logged since the last row to the loggers. Lightning does so behind the hooks of an
     update, and a run killed between its checkpoint and its row would resume without that row.
     """
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    if trainer._results is None or progress.ready == progress.completed:
+        return  # between updates: Lightning wrote it
     connector = trainer._logger_connector
-    if trainer._results is None or connector._first_loop_iter is None:
-        return  # between epochs nothing waits
     connector.update_train_step_metrics()
     connector.on_batch_end()  # what other callbacks watch stays
     trainer._results.reset()  # or the same row is written again

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from olmo_rl.config import Config, Dtype, PublicationKind
@@ -15,6 +17,7 @@ from olmo_rl.policy.hf_export import buckets, export_read
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.policy.sharded import ParameterReader, Read
 from olmo_rl.rollouts.collective import BUCKET_BYTES
+from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import RouteAxis
 from olmo_rl.training.processes import cluster_environment
@@ -31,12 +34,15 @@ def build_remote(config: Config) -> RemoteEngine:
     axis = None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
     cuda = config.trainer.accelerator != "cpu"
     device = torch.device("cuda", cluster_environment().local_rank()) if cuda else torch.device("cpu")
-    return RemoteEngine(config.rollouts, axis=axis, device=device)
+    # The other ranks wait for rank 0 while it calls, and their group gives up after its own limit.
+    patience = min(CONTROL_TIMEOUT_SECONDS, config.strategy.timeout_seconds / 2)
+    return RemoteEngine(config.rollouts, axis=axis, device=device, patience=patience)
 
 
 class Publication:
     """Weights to engines, as all ranks call it: rank 0 publishes, the others learn what each engine holds.
-    Parameters are read from the shards one by one: no rank holds a copy of the model.
+    Parameters are read from the shards one by one: no rank holds a copy of the model, except rank 0 of one
+    that is written as a single file.
 
     `rollouts.publication=directory` writes `published/step-<version>` of the run directory and has every
     engine read it: a Hugging Face directory, which any engine reads (`export.dtype` and `export.shard_gib`
@@ -90,11 +96,17 @@ class Publication:
                 )
         except Refusal as refusal:
             return refusal
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             return Refusal(f"{path}: {error}")
-        for old in sorted(self._directory.glob("step-*"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        self._drop_the_oldest()
         return str(path)
+
+    def _drop_the_oldest(self) -> None:
+        """One that an engine still has open on another node goes the next time."""
+        published = [path for path in self._directory.glob("step-*") if path.suffix != ".tmp"]
+        with suppress(OSError):
+            for old in sorted(published, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     def _broadcast(self, shapes: Shapes, *, read: Read, version: int) -> None | Refusal:
         del shapes
