@@ -68,10 +68,10 @@ BUDGET = 48
 COLUMNS = (((19, 17), (35,)), ((34,), (21, 26)), ((24, 18), (37,)), ((39,), (33, 15)))
 # Small weights: their rounding errors stay rounding errors instead of being multiplied by steep layers. Many
 # small KDA heads: the gradient of A_log is one number a head, a sum over tokens and channels that cancels.
-# What was rounded before it counts sum|terms| / max|sum| times: 23 times with 2 heads of 16 channels, 5 times
-# with these and `SEEDS`, so that the limits hold whatever kernels a CPU has.
+# What was rounded before it counts sum|terms| / max|sum| times: 23 times with 2 heads of 16 channels, less
+# than 5 times with these and `SEEDS`, so that the limits hold whatever kernels a CPU has.
 MODEL = replace(tiny_config(), init_std=0.05, kda_heads=8, kda_head_dim=4)
-SEEDS = (123, 152)  # of the samples of each update
+SEEDS = (503, 281)  # of the samples of each update
 LAYOUT = MODEL.expert_layout
 assert LAYOUT is not None
 ARRIVAL = (2, 4, 0, 1, 5, 11, 3, 10, 7, 8, 9, 6)  # packs of every world differ, and their numbers by rank
