@@ -60,6 +60,7 @@ from olmo_rl.types import Collection, Sample, Topology
 
 TIMEOUT_SECONDS = 60
 WORLDS = (1, 2, 4)
+SELECTIVE = ((1, 1), (2, 2))  # where recomputation is selective, too
 TOPOLOGIES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 UPDATES = 2
 BUDGET = 48
@@ -115,19 +116,20 @@ class Cell:
 
 
 def matrix() -> list[Cell]:
-    """Every topology x packed or not x recomputation, then the forms that only some topologies need."""
+    """Every topology x packed or not x recomputation on or off, then the forms that some topologies need."""
     cells: list[Cell] = []
     for world, ep in TOPOLOGIES:
         base = Cell(world=world, ep=ep)
         double = replace(base, double=True)
-        cells += [replace(base, packed=p, recompute=r) for p in (True, False) for r in Recompute]
+        forms = list(Recompute) if (world, ep) in SELECTIVE else [Recompute.none, Recompute.full]
+        cells += [replace(base, packed=p, recompute=r) for p in (True, False) for r in forms]
         cells += [double, replace(double, packed=False)]
         cells += [replace(base, files=Files.arrival), replace(double, files=Files.arrival)]
         cells += [replace(double, router=True)]
         if world == ep:
             cells += [replace(double, files=Files.idle)]
             cells += [replace(base, files=Files.ten), replace(base, files=Files.ten, max_grad_norm=1.0)]
-        if world == 2:
+        if world == ep == 2:
             cells += [replace(base, router=True, recompute=recompute) for recompute in Recompute]
     return cells
 

@@ -56,6 +56,7 @@ def test_the_packing_event_describes_this_ranks_packs(logged: Run) -> None:
             "token_budget": 20,
             "fill": pytest.approx(sum(lengths) / (len(packs) * 20)),
             "samples_per_pack": [len(pack) for pack in packs],
+            "sample_ids": [[batch.samples[i].id for i in pack] for pack in packs],
             "plan": "planned",
         }
 

@@ -378,14 +378,14 @@ def verdicts(matrix: matrix_checks.Results) -> dict[str, matrix_checks.Verdict]:
 
 # How much each rule compares at least: a rule that looks at nothing cannot fail.
 RULES = {
-    "topology": 50,
-    "packing": 22,
-    "recompute": 24,
-    "ranks": 70,
-    "denominators": 704,
+    "topology": 44,
+    "packing": 19,
+    "recompute": 16,
+    "ranks": 61,
+    "denominators": 600,
     "loads": 500,
-    "experts": 100,
-    "router": 1500,
+    "experts": 88,
+    "router": 1300,
 }
 
 
