@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
-from olmo_rl.config import Config, Dtype
-from olmo_rl.policy.hf_export import export_run
+from olmo_rl.config import Config
+from olmo_rl.policy.hf_export import export_run, written_dtype
 
 
 def run(config: Config) -> None:
@@ -22,7 +20,7 @@ def run(config: Config) -> None:
         config.init_from,
         model=config.model,
         directory=directory,
-        dtype=torch.bfloat16 if options.dtype is Dtype.bfloat16 else torch.float32,
+        dtype=written_dtype(options),
         shard_bytes=int(options.shard_gib * 2**30),
     )
     print(f"{kind.value}: {directory}")

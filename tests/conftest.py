@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 # Before torch is imported, here and in every process that a test starts: two cores, several processes.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -11,3 +16,22 @@ for _name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHEL
     del os.environ[_name]
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
+
+VERIFIER = '''
+def odd(response: str, answer: str) -> float:
+    """A verifier that an untrained policy satisfies now and then."""
+    return float(len(response) % 2)
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory of the commands of one file, with a task of the user's own."""
+    place = tmp_path_factory.mktemp("place")
+    (place / "own_verifier.py").write_text(VERIFIER)
+    lines = [json.dumps({"prompt": f"{'ab' * (i % 5)}{i}?", "answer": str(i)}) for i in range(60)]
+    (place / "problems.jsonl").write_text("\n".join(lines) + "\n")
+    before = Path.cwd()
+    os.chdir(place)
+    yield place
+    os.chdir(before)

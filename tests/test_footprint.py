@@ -9,7 +9,7 @@ import torch
 from composing import compose_fast
 
 from olmo_rl.config import Source
-from olmo_rl.policy.footprint import largest_block, memory_table, parameters_of_rank
+from olmo_rl.policy.footprint import largest_block, memory_table, parameters_of_rank, publishing
 from recipes import validate
 
 SHAPES = {
@@ -46,6 +46,19 @@ def test_publishing_to_serving_engines_takes_one_parameter_and_one_file_on_rank_
     (line,) = (line for line in memory_table(config, shapes=SHAPES) if line.name == "publishing")
     largest = max(math.prod(shape) for shape in SHAPES.values())
     assert line.bytes == 4 * (2 * largest + sum(math.prod(shape) for shape in SHAPES.values()))
+    half = compose_fast("+experiment=qwen3_30b_a3b", "trainer=nodes", "export.dtype=bfloat16")
+    assert publishing(half, shapes=SHAPES).bytes == line.bytes - 2 * sum(map(math.prod, SHAPES.values()))
     here = compose_fast("+experiment=packed_moe")
     (line,) = (line for line in memory_table(here, shapes=SHAPES) if line.name == "publishing")
     assert line.how == "full weights on every rank and their gather"
+
+
+def test_what_is_held_for_engines_is_what_is_sent_at_once_or_a_model_that_is_one_file() -> None:
+    wide = {"a": torch.Size((2**15, 2**10)), "b": torch.Size((2**16, 2**12))}  # 0.125 and 1 GiB
+    urls = ("rollouts.urls=[http://engine:30000]", "export.shard_gib=0.25")
+    named = compose_fast("+experiment=packed_moe", "rollouts=sglang", *urls)
+    assert publishing(named, shapes=wide).bytes == (2 + 0.25) * 2**30
+    unnamed = compose_fast("+experiment=packed_moe", "rollouts=sglang", *urls, "model.block_norms=before")
+    assert publishing(unnamed, shapes=wide).bytes == (2 + 1.125) * 2**30
+    sent = compose_fast("+experiment=packed_moe", "rollouts=sglang", *urls, "rollouts.publication=collective")
+    assert publishing(sent, shapes=wide).bytes == (2 + 0.5) * 2**30

@@ -37,27 +37,15 @@ OVERRIDES = (
 )
 PACKED = tuple(OVERRIDES.split())
 SINGLE = ("strategy=single", "trainer=cpu")
-VERIFIER = '''
-def odd(response: str, answer: str) -> float:
-    """A verifier that an untrained policy satisfies now and then."""
-    return float(len(response) % 2)
-'''
 Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of every command of this file, with a task of its own."""
-    place = tmp_path_factory.mktemp("place")
-    (place / "own_verifier.py").write_text(VERIFIER)
-    lines = [json.dumps({"prompt": f"{'ab' * (i % 5)}{i}?", "answer": str(i)}) for i in range(60)]
-    (place / "problems.jsonl").write_text("\n".join(lines) + "\n")
-    before = Path.cwd()
-    os.chdir(place)
+def place(place: Path) -> Iterator[Path]:
+    """The working directory of every command of this file, some of which run in this process."""
     sys.path.insert(0, str(place))
     yield place
     sys.path.remove(str(place))
-    os.chdir(before)
 
 
 @pytest.fixture

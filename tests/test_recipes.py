@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,31 +39,12 @@ BOUND_SECONDS = 240  # for what takes seconds on a quiet machine
 HYDRA_FILES = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "train.log"}
 PNG = b"\x89PNG\r\n\x1a\n"
 
-VERIFIER = '''
-def odd(response: str, answer: str) -> float:
-    """A verifier that an untrained policy satisfies now and then."""
-    return float(len(response) % 2)
-'''
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     code: int
     out: str
     err: str
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of every command of this file, with a task of the user's own."""
-    place = tmp_path_factory.mktemp("place")
-    (place / "own_verifier.py").write_text(VERIFIER)
-    lines = [json.dumps({"prompt": f"{'ab' * (i % 5)}{i}?", "answer": str(i)}) for i in range(60)]
-    (place / "problems.jsonl").write_text("\n".join(lines) + "\n")
-    before = Path.cwd()
-    os.chdir(place)
-    yield place
-    os.chdir(before)
 
 
 # train.py that tells in the end what the parent of the ranks imported.

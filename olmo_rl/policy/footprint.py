@@ -9,12 +9,24 @@ workspaces, the allocator's slack and communication buffers are not counted.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from olmo_rl.config import BlockNorms, Config, Dtype, LayerType, LogprobKind, ModelConfig, Recompute, Source
+from olmo_rl.config import (
+    BlockNorms,
+    Config,
+    Dtype,
+    LayerType,
+    LogprobKind,
+    ModelConfig,
+    PublicationKind,
+    Recompute,
+    Source,
+)
+from olmo_rl.policy.hf_export import BUCKET_BYTES, is_single_file, written_dtype
 
 _EXPERT = ".routed_experts."
 _MASTER = 4  # bytes of a float32 weight, gradient or moment
@@ -82,6 +94,19 @@ def activations(config: Config) -> tuple[int, str]:
     return config.budget * kept * item, f"{config.budget:,} tokens x {kept:,} elements: {how}"
 
 
+def publishing(config: Config, *, shapes: Mapping[str, torch.Size]) -> Line:
+    """What rank 0 holds while it hands weights to serving engines."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    limit, part = int(config.export.shard_gib * 2**30), "one file"
+    if config.rollouts.publication is PublicationKind.collective:
+        limit, part = BUCKET_BYTES, "what is sent at once"
+    elif is_single_file(config.model):
+        limit, part = sys.maxsize, "the whole model"
+    written = min(sum(sizes) * written_dtype(config.export).itemsize, limit)
+    how = f"on rank 0: one parameter, its gather, {part}"
+    return Line(name="publishing", bytes=2 * max(sizes) * _MASTER + written, how=how)
+
+
 def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Line]:
     """What the largest rank holds in an update, and between updates where it generates."""
     world, ep = config.world_size, config.ep_degree
@@ -105,11 +130,7 @@ def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Li
     logits = 3 * rows * config.model.vocab_size * 4
     lines.append(Line(name="logits", bytes=logits, how=f"{rows:,} tokens, with softmax and gradient"))
     if config.generates and config.rollouts.source is not Source.local:
-        largest = 2 * max(math.prod(shape) for shape in shapes.values()) * _MASTER
-        written = 2 if config.export.dtype is Dtype.bfloat16 else 4
-        file = min(total * written, int(config.export.shard_gib * 2**30))
-        how = "on rank 0: one parameter, its gather, one file"
-        lines.append(Line(name="publishing", bytes=largest + file, how=how))
+        lines.append(publishing(config, shapes=shapes))
     if config.rollouts.source is Source.local:
         address = (4 if total < 2**31 else 8) if sharded else 0
         copies = total * (address + _MASTER * (2 if sharded else 1))

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from olmo_rl.config import ModelConfig
+from olmo_rl.config import Dtype, ExportConfig, ModelConfig
 from olmo_rl.data.tokenizers import HfTokenizer, fitting_tokenizer
 from olmo_rl.hf_config import HfFormat
 from olmo_rl.hf_writing import config_json, format_of
@@ -30,6 +30,12 @@ from olmo_rl.policy.sharded import Read
 from olmo_rl.types import Refusal
 
 SHARD_BYTES = 4 * 2**30
+BUCKET_BYTES = 512 * 2**20  # of the tensors that an engine is sent at once, and holds beside its weights
+
+
+def written_dtype(options: ExportConfig) -> torch.dtype:
+    """Of the weights that leave the trainer."""
+    return torch.bfloat16 if options.dtype is Dtype.bfloat16 else torch.float32
 
 
 def export_hf(
@@ -137,21 +143,31 @@ def export_read(
     return kind
 
 
+def is_single_file(model: ModelConfig) -> bool:
+    """Whether engines are given one file with our names: no architecture says what the model is."""
+    try:
+        format_of(model)
+    except Refusal:
+        return True
+    return False
+
+
 def engine_pieces(model: ModelConfig) -> list[Piece]:
     """The tensors of `model` by the names that engines know: Hugging Face's, or ours where no architecture
     says what the model is.
     """
     shapes = parameter_shapes(model)
-    try:
+    if not is_single_file(model):
         return pieces(shapes, kind=format_of(model))
-    except Refusal:
-        return [
-            Piece(name=name, shape=tuple(shape), parameter=name, start=0, stop=shape[0])
-            for name, shape in shapes.items()
-        ]
+    return [
+        Piece(name=name, shape=tuple(shape), parameter=name, start=0, stop=shape[0])
+        for name, shape in shapes.items()
+    ]
 
 
-def buckets(model: ModelConfig, *, read: Read, dtype: torch.dtype, limit: int) -> Iterator[dict[str, Tensor]]:
+def buckets(
+    model: ModelConfig, *, read: Read, dtype: torch.dtype, limit: int = BUCKET_BYTES
+) -> Iterator[dict[str, Tensor]]:
     """Those tensors, some at a time: at most `limit` bytes, or one. Weights are read by name, each once."""
     return _shards(
         shard_plan(engine_pieces(model), itemsize=dtype.itemsize, limit=limit), read=read, dtype=dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from olmo_rl.config import Recipe
+from olmo_rl.config import PublicationKind, Recipe
 from olmo_rl.refusals.rollouts import engines
 from olmo_rl.refusals.rule import Rule, changed, outside, under
 
@@ -31,6 +31,23 @@ EXPORTS: tuple[Rule, ...] = (
         fix="leave it at its default, or choose recipe=export, rollouts=vllm or rollouts=sglang",
         example=("export.shard_gib=1.0",),
         when=lambda c: c.recipe is not Recipe.export and not engines(c),
+        select=changed,
+    ),
+    Rule(
+        keys=("export.shard_gib",),
+        refuses="no effect: broadcast weights are no files",
+        fix="leave it at its default, or choose rollouts.publication=directory",
+        example=(
+            "rollouts=sglang",
+            "rollouts.urls=[http://host:30000]",
+            "rollouts.publication=collective",
+            "export.shard_gib=1.0",
+        ),
+        when=lambda c: (
+            c.recipe is not Recipe.export
+            and engines(c)
+            and c.rollouts.publication is PublicationKind.collective
+        ),
         select=changed,
     ),
     Rule(

@@ -32,8 +32,6 @@ from olmo_rl.types import Refusal
 
 A = TypeVar("A")
 
-# Of the tensors whose names one call carries; an engine holds them beside its weights.
-BUCKET_BYTES = 512 * 2**20
 SILENCE = timedelta(seconds=60)  # a side that does not join, send or take a bucket within this is gone
 LONG_SILENCE = timedelta(hours=1)  # NCCL ends the process then: a call over HTTP must end earlier
 

@@ -150,6 +150,8 @@ class RemoteEngine:
                 again = self._call(self._each(lost, self._control.begin_broadcast))
                 sent += self._call(self._each(again, send))
             ready = sent
+            if not ready:
+                break  # nobody is left to read the rest for
         self._call(self._each(ready, partial(self._control.end_broadcast, version=version)))
         self._held = False
         self._refuse_without_engines()

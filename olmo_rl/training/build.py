@@ -67,15 +67,16 @@ class WandbRun(WandbLogger):
             self._experiment = None
 
 
+def local_device(config: Config) -> torch.device:
+    """The device of this rank."""
+    if config.trainer.accelerator == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", cluster_environment().local_rank())
+
+
 def build_local(config: Config) -> RolloutParts:
     """Task, tokenizer and engine on this rank's device."""
-    accelerator = config.trainer.accelerator
-    device = (
-        torch.device("cpu")
-        if accelerator == "cpu"
-        else torch.device("cuda", cluster_environment().local_rank())
-    )
-    engine = LocalEngine(config.model, device=device)
+    engine = LocalEngine(config.model, device=local_device(config))
     tokenizer = fitting_tokenizer(config.model)
     return RolloutParts(
         task=task_of(config, tokenizer=tokenizer),
@@ -102,7 +103,7 @@ def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutP
     """What generates: the engine of this process, or a client of serving engines."""
     if config.rollouts.source is Source.local:
         return build_local(config)
-    remote = build_remote(config)
+    remote = build_remote(config, device=local_device(config))
     tokenizer = fitting_tokenizer(config.model)
     return RolloutParts(
         task=task_of(config, tokenizer=tokenizer),

@@ -11,16 +11,13 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from olmo_rl.config import Config, Dtype, PublicationKind
-from olmo_rl.hf_writing import format_of
-from olmo_rl.policy.hf_export import buckets, export_read
+from olmo_rl.config import Config, PublicationKind
+from olmo_rl.policy.hf_export import buckets, export_read, is_single_file, written_dtype
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.policy.sharded import ParameterReader, Read
-from olmo_rl.rollouts.collective import BUCKET_BYTES
 from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import RouteAxis
-from olmo_rl.training.processes import cluster_environment
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
 
@@ -28,12 +25,10 @@ Shapes = Mapping[str, torch.Size]
 KEPT = 2  # an engine that comes back may still be reading the newest but one
 
 
-def build_remote(config: Config) -> RemoteEngine:
-    """This rank's client of the engines that `rollouts.urls` names."""
+def build_remote(config: Config, *, device: torch.device) -> RemoteEngine:
+    """This rank's client, on its device, of the engines that `rollouts.urls` names."""
     layout = config.model.expert_layout if config.replay else None
     axis = None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
-    cuda = config.trainer.accelerator != "cpu"
-    device = torch.device("cuda", cluster_environment().local_rank()) if cuda else torch.device("cpu")
     # The other ranks wait for rank 0 while it calls, and their group gives up after its own limit.
     patience = min(CONTROL_TIMEOUT_SECONDS, config.strategy.timeout_seconds / 2)
     return RemoteEngine(config.rollouts, axis=axis, device=device, patience=patience)
@@ -55,7 +50,7 @@ class Publication:
         self._config = config
         self._strategy = strategy
         self._directory = (Path(config.run_dir) / "published").resolve()
-        self._dtype = torch.bfloat16 if config.export.dtype is Dtype.bfloat16 else torch.float32
+        self._dtype = written_dtype(config.export)
         self._reader: ParameterReader | None = None
 
     def __call__(self, decoder: nn.Module, version: int) -> None:
@@ -76,14 +71,11 @@ class Publication:
 
     def _write(self, shapes: Shapes, *, read: Read, version: int) -> str | Refusal:
         """Where the weights lie now, the oldest gone; a Refusal is told to all ranks before it is raised."""
+        single = is_single_file(self._config.model)
+        path = self._directory / f"step-{version}{'.safetensors' if single else ''}"
         try:
-            format_of(self._config.model)
-            path = self._directory / f"step-{version}"
-        except Refusal:
-            path = self._directory / f"step-{version}.safetensors"
-        try:
-            if path.suffix:
-                save_weights({name: read(name) for name in shapes}, path)
+            if single:
+                save_weights({name: read(name).to(self._dtype) for name in shapes}, path)
             else:
                 shutil.rmtree(path, ignore_errors=True)  # of a run that went as far, and was killed
                 export_read(
@@ -110,7 +102,7 @@ class Publication:
 
     def _broadcast(self, shapes: Shapes, *, read: Read, version: int) -> None | Refusal:
         del shapes
-        found = buckets(self._config.model, read=read, dtype=self._dtype, limit=BUCKET_BYTES)
+        found = buckets(self._config.model, read=read, dtype=self._dtype)
         try:
             self._remote.broadcast(found, version)
         except Refusal as refusal:
