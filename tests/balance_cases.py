@@ -1,14 +1,13 @@
 """What the four ranks of test_balancing.py run: the same files with balancing on and off, EP2, over gloo.
 
-`python balance_cases.py DIRECTORY` forks the ranks once; each leaves `rank{r}.pt`. Hooks of torch watch from
-outside: the full gradients that an optimizer is about to use and the Adam state it leaves.
+Each rank leaves `rank{r}.pt`. Hooks of torch watch from outside: the full gradients that an optimizer is
+about to use and the Adam state it leaves.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from distributed_cases import Watch, digest, full
 from gloo_world import joined
 from lightning.pytorch import Callback
@@ -69,8 +67,9 @@ BALANCES = {
 EXACT = ("none", "anneal", "anneal recomputed")
 
 
-def write_inputs(directory: Path) -> None:
+def write_inputs(place: str) -> None:
     """One file of two updates of 24 samples each, and three of one update."""
+    directory = Path(place)
     rng = np.random.default_rng(7)
     shapes = [(int(a), int(b)) for a, b in zip(rng.integers(1, 9, 48), rng.integers(1, 22, 48), strict=True)]
     write_files(directory / "input", [samples_of(shapes, seed=11)])
@@ -227,8 +226,8 @@ def forms(directory: Path) -> dict[str, tuple[Callable[[Config], None], Config]]
     return found
 
 
-def run_rank(number: int, directory: str) -> None:
-    with joined(number, world=WORLD, directory=directory, seconds=SECONDS):
+def run_rank(number: int, world: int, directory: str) -> None:
+    with joined(number, world=world, directory=directory, seconds=SECONDS):
         watch, results = Watch(), {}
         adam = Adam(watch)
         path = Path(directory)
@@ -265,12 +264,3 @@ def run_rank(number: int, directory: str) -> None:
                 }
         results["corrupted"] = corrupt(path)
         torch.save(results, path / f"rank{number}.pt")
-
-
-def main(directory: str) -> None:
-    write_inputs(Path(directory))
-    mp.start_processes(run_rank, args=(directory,), nprocs=WORLD, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,9 +1,8 @@
 """What the ranks of test_distributed.py run: recipes over one, two and four gloo ranks, and what was seen.
 
-`python distributed_cases.py DIRECTORY` imports everything once, then forks the ranks of one world after
-another. Each rank runs the recipes as `run_ranks` would call them and leaves `world{n}-rank{r}.pt`. Hooks of
-torch watch from outside: every forward of a decoder, and the full gradients that an optimizer is about to
-use. The world of one process runs first: its weights and files are what the other worlds start from.
+Each rank runs the recipes as `run_ranks` would call them and leaves `world{n}-rank{r}.pt`. Hooks of torch
+watch from outside: every forward of a decoder, and the full gradients that an optimizer is about to use. The
+world of one process runs first: its weights and files are what the other worlds start from.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from gloo_world import joined
 from routed_fixture import FIXTURE_BUDGET, FIXTURE_MODEL, fixture_samples
 from torch import Tensor, nn
@@ -71,7 +68,7 @@ from olmo_rl.types import Refusal, Sample
 from recipes import rollout, score, sft, train
 
 TIMEOUT_SECONDS = 20
-WORLDS = (1, 2, 4)
+STEPS = ("distributed_cases:write_inputs", *(f"distributed_cases:run_rank*{n}" for n in (1, 2, 4)))
 TWELVE = ((3, 1), (2, 3), (4, 7), (1, 2), (5, 5), (2, 6), (6, 4), (3, 3), (1, 1), (2, 8), (7, 2), (3, 5))
 BUDGET = 24
 # Even positions go to rank 0: [4, 5], 7, 8, 6, 9 are five packs of ten tokens, 6 7 8 9 6 7 on rank 1 are six.
@@ -180,8 +177,9 @@ class Rank:
         self.results[name] = found
 
 
-def write_inputs(directory: Path) -> None:
-    """Collections by name, below `directory`, where `config_of` looks for them."""
+def write_inputs(place: str) -> None:
+    """Collections by name, below the directory, where `config_of` looks for them."""
+    directory = Path(place)
 
     def lengths(*values: int, seed: int) -> list[Sample]:
         return samples_of([(1, length - 1) for length in values], seed=seed)
@@ -440,14 +438,3 @@ def run_rank(number: int, world: int, directory: str) -> None:
                 publish(rank, name="published", block_norms=BlockNorms.both)
                 publish(rank, name="published flat", block_norms=BlockNorms.before)
         torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
-
-
-def main(directory: str) -> None:
-    sys.modules["distributed_cases"] = sys.modules["__main__"]  # the verifier's import path
-    write_inputs(Path(directory))
-    for world in WORLDS:
-        mp.start_processes(run_rank, args=(world, directory), nprocs=world, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

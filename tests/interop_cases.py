@@ -1,18 +1,15 @@
-"""Models, directories and ranks for the tests of Hugging Face directories. `python interop_cases.py DIR`
-fills a decoder on two gloo ranks, FSDP only and EP2, and saves what they hold.
+"""Models, directories and ranks for the tests of Hugging Face directories: `run_rank` fills a decoder on two
+gloo ranks, FSDP only and EP2, and saves what they hold.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
-import sys
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from model_cases import tiny_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -99,12 +96,3 @@ def run_rank(number: int, world: int, directory: str) -> None:
         dcp.save({"state_dict": weights}, checkpoint_id=f"{directory}/ep{degree}")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def main(directory: str) -> None:
-    mp.start_processes(run_rank, args=(2, directory), nprocs=2, start_method="fork")
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1])

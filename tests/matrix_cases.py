@@ -1,7 +1,7 @@
 """The topology matrix: one hybrid model, two updates in every form that must give the same updates.
 
-`python matrix_cases.py DIRECTORY` forks the ranks of worlds of one, two and four gloo processes, and each
-rank leaves `world{n}-rank{r}.pt`. What must hold between cells stands in matrix_checks.py.
+The ranks of worlds of one, two and four gloo processes each leave `world{n}-rank{r}.pt`. What must hold
+between cells stands in matrix_checks.py.
 
 Every topology gets the same samples in an order of its own, such that all of them form the SAME packs: then a
 topology changes nothing but who computes what and how sums travel. `Files.arrival` keeps one order instead,
@@ -11,7 +11,6 @@ as a recorded file does, so that packs differ too.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from gloo_world import joined
 from lightning.pytorch import Callback, Trainer
 from model_cases import tiny_config
@@ -60,6 +58,7 @@ from olmo_rl.types import Collection, Sample, Topology
 
 TIMEOUT_SECONDS = 60
 WORLDS = (1, 2, 4)
+STEPS = ("matrix_cases:write_inputs", *(f"matrix_cases:run_rank*{world}" for world in WORLDS))  # programs.py
 SELECTIVE = ((1, 1), (2, 2))  # where recomputation is selective, too
 TOPOLOGIES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 UPDATES = 2
@@ -216,6 +215,12 @@ def write_files(directory: Path, files: Files, *, reward_scale: float = 1.0) -> 
             write_collection(collection, path)
 
 
+def write_inputs(directory: str) -> None:
+    """All files but those whose rewards depend on what another cell found."""
+    for files in set(Files) - {Files.ten}:
+        write_files(Path(directory), files)
+
+
 def files_of(directory: Path, files: Files, *, world: int) -> Path:
     return directory / files.value / f"world{world}"
 
@@ -339,10 +344,20 @@ def digest(*tensors: dict[str, Tensor]) -> str:
     return value.hexdigest()
 
 
-def run_rank(number: int, world: int, directory: str, cells: Sequence[Cell]) -> None:
+def run_rank(number: int, world: int, directory: str) -> None:
+    """All cells of one world."""
+    run_cells(matrix(), number=number, world=world, directory=directory)
+
+
+def run_faulty_rank(number: int, world: int, directory: str) -> None:
+    """Those that tell the seeded faults apart."""
+    run_cells(seeded_faults(), number=number, world=world, directory=directory)
+
+
+def run_cells(cells: Sequence[Cell], *, number: int, world: int, directory: str) -> None:
     with joined(number, world=world, directory=directory, seconds=TIMEOUT_SECONDS):
         results: dict[Cell, dict[str, Any]] = {}
-        for cell in cells:
+        for cell in (cell for cell in cells if cell.world == world):
             scaled = files_of(Path(directory), Files.ten, world=1)
             if cell.files is Files.ten and number == 0 and not scaled.exists():
                 unscaled = results[replace(cell, files=Files.packs, max_grad_norm=None)]["updates"][0]
@@ -350,18 +365,6 @@ def run_rank(number: int, world: int, directory: str, cells: Sequence[Cell]) -> 
             dist.barrier()
             results[cell] = run_cell(cell, directory=Path(directory))
         torch.save(results, Path(directory) / f"world{world}-rank{number}.pt")
-
-
-def run_worlds(directory: Path, cells: Sequence[Cell]) -> None:
-    """One fork of every rank runs all cells of its world."""
-    for files in {cell.files for cell in cells} - {Files.ten}:
-        write_files(directory, files)
-    for world in WORLDS:
-        mine = [cell for cell in cells if cell.world == world]
-        if mine:
-            mp.start_processes(
-                run_rank, args=(world, str(directory), mine), nprocs=world, start_method="fork"
-            )
 
 
 def load(directory: Path) -> dict[Cell, list[dict[str, Any]]]:
@@ -372,9 +375,3 @@ def load(directory: Path) -> dict[Cell, list[dict[str, Any]]]:
             for cell, found in torch.load(path, weights_only=False).items():
                 results.setdefault(cell, []).append(found)
     return results
-
-
-if __name__ == "__main__":
-    import matrix_cases  # cells are unpickled under this name
-
-    matrix_cases.run_worlds(Path(sys.argv[1]), matrix_cases.matrix())

@@ -20,14 +20,14 @@ from matrix_cases import (
     EXPERTS,
     LAYOUT,
     ROUTER,
+    STEPS,
     UPDATES,
     Cell,
     Files,
     load,
-    matrix,
-    run_worlds,
     samples_of_update,
 )
+from programs import run_program
 from torch import Tensor
 
 from olmo_rl.config import Recompute
@@ -227,7 +227,7 @@ def table(results: Results) -> str:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
-        run_worlds(Path(directory), matrix())
+        run_program(Path(directory), *STEPS)
         results = load(Path(directory))
     print(table(results))
     for rule, verdict in verdicts(results).items():

@@ -1,8 +1,7 @@
 """Seeded faults: copies of the package with one line changed each, and what the topology matrix says of them.
 
-`python mutants.py DIRECTORY` looks at every copy below DIRECTORY in a process of its own and leaves
-`faults.json` beside it: the faults found, by rule. Everything but olmo_rl is imported once, before the
-processes fork.
+`make_copies` and `examine_copies` are steps of programs.py. Every copy gets processes of its own, which
+import olmo_rl from it, and a `faults.json`: the faults found, by rule.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from programs import fork
 
 ROOT = Path(__file__).parents[1]
 
@@ -84,30 +85,17 @@ def make_copy(directory: Path, mutation: Mutation | None) -> None:
     path.write_text(text.replace(mutation.old, mutation.new))
 
 
-def examine(directory: str) -> None:
-    """Run the cells that tell the faults apart on the copy in `directory`."""
-    sys.path.insert(0, directory)
-    import matrix_cases
-    import matrix_checks
-
-    import olmo_rl
-
-    assert Path(olmo_rl.__file__).is_relative_to(directory), "the copy, and nothing else"
-    matrix_cases.run_worlds(Path(directory), matrix_cases.seeded_faults())
-    verdicts = matrix_checks.verdicts(matrix_cases.load(Path(directory)))
-    faults = {rule: verdict.faults for rule, verdict in verdicts.items()}
-    Path(directory, "faults.json").write_text(json.dumps(faults))
+def make_copies(directory: str) -> None:
+    """A copy for every fault, and "none" without one."""
+    for name, mutation in {"none": None, **MUTATIONS}.items():
+        make_copy(Path(directory, name), mutation)
 
 
-def main(directory: str) -> None:
-    import lightning.pytorch  # noqa: F401
-    import pyarrow.parquet  # noqa: F401
-    import torchtitan.distributed.fsdp  # noqa: F401
-    import torchtitan.models.common.moe  # noqa: F401
-
+def examine_copies(directory: str) -> None:
+    """Two at a time: much of a copy keeps one core busy."""
     processes = multiprocessing.get_context("fork")
     copies = sorted(Path(directory).iterdir())
-    for two in (copies[i : i + 2] for i in range(0, len(copies), 2)):  # much of a copy keeps one core busy
+    for two in (copies[i : i + 2] for i in range(0, len(copies), 2)):
         children = [processes.Process(target=examine, args=(str(copy),)) for copy in two]
         for child in children:
             child.start()
@@ -117,5 +105,22 @@ def main(directory: str) -> None:
             assert child.exitcode == 0, f"{copy.name}: the copy did not run through"
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def examine(copy: str) -> None:
+    """Run the cells that tell the faults apart on one copy."""
+    sys.path.insert(0, copy)
+    steps = ("write_inputs", "run_faulty_rank*1", "run_faulty_rank*2")
+    for step in (*(f"matrix_cases:{step}" for step in steps), "mutants:judge"):
+        fork(step, copy)
+
+
+def judge(copy: str) -> None:
+    """Leave the faults that were found, by rule."""
+    import matrix_cases
+    import matrix_checks
+
+    import olmo_rl
+
+    assert Path(olmo_rl.__file__).is_relative_to(copy), "the copy, and nothing else"
+    verdicts = matrix_checks.verdicts(matrix_cases.load(Path(copy)))
+    faults = {rule: verdict.faults for rule, verdict in verdicts.items()}
+    Path(copy, "faults.json").write_text(json.dumps(faults))

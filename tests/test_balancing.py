@@ -5,9 +5,6 @@ One program (balance_cases.py) trains the same file in every form; the tests loo
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +13,12 @@ import balance_cases
 import numpy as np
 import pytest
 import torch
+from programs import run_program
 from torch import Tensor
 from training_cases import fit
 
 from olmo_rl.config import StrategyConfig, TrainerConfig
 
-TESTS = Path(__file__).parent
 SEARCHED = ("greedy", "reference", "anneal", "anneal order", "anneal recomputed", "stride")
 EXACT = 1e-12  # of float64 sums in another order, and of the weights that they made
 EQUAL = 1e-6  # of float32 sums in another order
@@ -39,10 +36,7 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     directory = tmp_path_factory.mktemp("balance")
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TESTS / "balance_cases.py"), str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    done = run_program(directory, "balance_cases:write_inputs", "balance_cases:run_rank*4")
     found = [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
     found[0] |= {"stdout": done.stdout, "directory": str(directory)}
     return found

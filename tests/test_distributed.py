@@ -8,25 +8,23 @@ mutants.py shows that seeded faults do not pass. `-s` prints the table of relati
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import distributed_cases
 import matrix_cases
 import matrix_checks
 import numpy as np
 import pytest
 import torch
-from mutants import MUTATIONS, make_copy
+from mutants import MUTATIONS
+from programs import run_program
 from routed_fixture import CHANGED, FIXTURE_LENGTHS
 from torch import Tensor
 
 from olmo_rl.data.files import read_collection
 
-TESTS = Path(__file__).parent
 SAME_GRADIENT = ("packed", "one pack each", "unpacked", "recomputed", "scored first")
 # Packs differ where one process and two ranks lay out the same samples; synthetic tails depend on the ranks.
 LAYOUT_METRICS = ("packing/", "time/", "throughput/", "memory/", "loss/router", "replay/overlap")
@@ -40,16 +38,8 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("worlds")
-    run_program("distributed_cases.py", directory)
+    run_program(directory, *distributed_cases.STEPS)
     return directory
-
-
-def run_program(name: str, directory: Path) -> None:
-    """A program of the tests, in an interpreter of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    command = [sys.executable, str(TESTS / name), str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
 
 
 def load(directory: Path, world: int) -> list[Found]:
@@ -366,7 +356,7 @@ def test_loads_that_were_predicted_with_pads_are_those_that_were_dispatched(two:
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> matrix_checks.Results:
     directory = tmp_path_factory.mktemp("matrix")
-    run_program("matrix_cases.py", directory)
+    run_program(directory, *matrix_cases.STEPS)
     return matrix_cases.load(directory)
 
 
@@ -468,9 +458,7 @@ def test_router_losses_change_the_gradients_that_they_are_part_of(matrix: matrix
 def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
     """Faults by rule, by mutation; "none" is a copy without one."""
     directory = tmp_path_factory.mktemp("mutants")
-    for name, mutation in {"none": None, **MUTATIONS}.items():
-        make_copy(directory / name, mutation)
-    run_program("mutants.py", directory)
+    run_program(directory, "mutants:make_copies", "mutants:examine_copies")
     return {path.parent.name: json.loads(path.read_text()) for path in directory.glob("*/faults.json")}
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 import torch
 from interop_cases import DEGREES, decoder_of, hybrid, plain, weights_of
 from model_cases import context_of, random_tokens
+from programs import run_program
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -28,7 +26,6 @@ from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import load_weights, read_weights
 from olmo_rl.types import Refusal
 
-TESTS = Path(__file__).parent
 LENGTHS = [5, 1, 9]
 MODELS = {
     HfFormat.qwen3_moe: replace(plain(QkNorm.head), head_dim=16, dense_layers=[1], dense_hidden=40),
@@ -139,10 +136,7 @@ def test_export_then_import_is_bit_exact_and_says_the_same_model(
 def test_two_ranks_fill_their_shards_and_every_topology_exports_the_same_bytes(tmp_path: Path) -> None:
     model = hybrid()
     export_hf(weights_of(model), model=model, directory=tmp_path / "hf", shard_bytes=40000)
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    command = [sys.executable, str(TESTS / "interop_cases.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    run_program(tmp_path, "interop_cases:run_rank*2")
     want = files_of(tmp_path / "hf")
     for degree in DEGREES:
         out = tmp_path / f"out{degree}"

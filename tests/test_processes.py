@@ -227,6 +227,24 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert_all_ended(tmp_path, ranks=2)
 
 
+def abort_in_rank_1(config: Config) -> None:
+    note(config, f"pid{rank()}", str(os.getpid()))
+    if rank() == 1:
+        os.abort()  # as glibc does that finds its heap corrupted
+    sleep_until_ended()
+
+
+def test_a_rank_that_dies_in_native_code_is_named_and_tells_where_its_threads_were(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGABRT"):
+        run_ranks(abort_in_rank_1, world(2, directory=tmp_path))
+    told = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in told
+    assert "in abort_in_rank_1" in told
+    assert_all_ended(tmp_path, ranks=2)
+
+
 def save_and_exit_75(config: Config) -> None:
     note(config, f"pid{rank()}", str(os.getpid()))
     wait_for_files(Path(config.run_dir), "pid0")

@@ -4,7 +4,6 @@ two_rank_cases.py runs them.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from torch import Tensor
 
 TESTS = Path(__file__).parent
@@ -25,10 +25,8 @@ Found = dict[str, Any]
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     """What every rank of one process and of two saw."""
     directory = tmp_path_factory.mktemp("worlds")
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    command = [sys.executable, str(TESTS / "two_rank_cases.py"), str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    steps = ("write_inputs", "run_rank*1", "run_rank*2")
+    run_program(directory, *(f"two_rank_cases:{step}" for step in steps))
     return {
         world: [
             torch.load(directory / f"world{world}-rank{rank}.pt", weights_only=False) for rank in range(world)

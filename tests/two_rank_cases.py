@@ -1,17 +1,15 @@
 """What the ranks of test_two_ranks.py run: router losses, a frozen reference, a guard, weights of Hugging
-Face directories; one and two gloo ranks. `python two_rank_cases.py DIRECTORY` leaves `world{n}-rank{r}.pt`;
-ranks are those of distributed_cases.py.
+Face directories; one and two gloo ranks. Each leaves `world{n}-rank{r}.pt`; ranks are those of
+distributed_cases.py.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from distributed_cases import TIMEOUT_SECONDS, TWELVE, Rank, Watch, full
 from gloo_world import joined
 from torch.nn.modules.module import register_module_forward_hook
@@ -94,7 +92,7 @@ def run_rank(number: int, world: int, directory: str) -> None:
         torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
 
 
-def main(directory: str) -> None:
+def write_inputs(directory: str) -> None:
     write_files(Path(directory) / "twelve", [samples_of(TWELVE, seed=1)])
     bare = [
         [replace(s, ref_logprobs=None) for s in samples_of(TWELVE, seed=i, prefix=f"f{i}-")] for i in (2, 3)
@@ -108,9 +106,3 @@ def main(directory: str) -> None:
         save_weights(weights, Path(directory) / f"{name}.safetensors")
     shutil.copytree(Path(directory) / "olmo3moe", Path(directory) / "lost")
     sorted((Path(directory) / "lost").glob("*.safetensors"))[-1].unlink()
-    for world in (1, 2):
-        mp.start_processes(run_rank, args=(world, directory), nprocs=world, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -8,6 +8,7 @@ imported where it is used: a process pays for what its part needs.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import os
 import signal
@@ -47,7 +48,11 @@ def keep_freed_memory() -> None:
 
 
 def call(entry: Entry | str, config: Config) -> None:
-    """Run the entry. What it calls may not end the process: a verifier's exit(0) would look like success."""
+    """Run the entry. What it calls may not end the process: a verifier's exit(0) would look like success. A
+    death in native code tells on stderr where every thread was.
+    """
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)
     if config.trainer.accelerator == "cpu":
         keep_freed_memory()
     try:
