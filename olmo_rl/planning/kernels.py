@@ -17,20 +17,30 @@ try:
     HAVE_NUMBA = True
 except ImportError:
     HAVE_NUMBA = False
+if HAVE_NUMBA:
+    from olmo_rl.planning.kernel_cache import KernelCache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def kernel(function: F) -> F:
     """`function` compiled by numba and cached beside its source; itself where numba is missing."""
-    return cast(F, numba.njit(cache=True, nogil=True)(function)) if HAVE_NUMBA else function
+    return _compiled(function)
 
 
 def inlined(function: F) -> F:
     """`function` for the inner loops of other kernels: copied into them, so that no call and no reference
     count of its array arguments is left.
     """
-    return cast(F, numba.njit(cache=True, nogil=True, forceinline=True)(function)) if HAVE_NUMBA else function
+    return _compiled(function, forceinline=True)
+
+
+def _compiled(function: F, *, forceinline: bool = False) -> F:
+    if not HAVE_NUMBA:
+        return function
+    compiled: Any = numba.njit(nogil=True, forceinline=forceinline)(function)
+    compiled._cache = KernelCache(function)
+    return cast(F, compiled)
 
 
 @kernel

@@ -1,0 +1,45 @@
+"""Where compiled kernels are kept between runs: numba's cache on disk, with two faults of it mended.
+
+Numba takes a file for fresh by the time and size of the kernel's own source, though a kernel holds a copy of
+every kernel that it calls. And two processes that compile one kernel for different types at the same moment
+may both take the same file: the index then promises one's machine code under the other's types. Here an entry
+counts if it was compiled from the sources of this package as they are, for the types that were asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from typing_extensions import override
+
+
+def sources() -> str:
+    """A digest of the code in this package, whenever it was written."""
+    value = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        value.update(path.read_bytes())
+    return value.hexdigest()
+
+
+SOURCES = sources()
+
+
+class KernelCache(FunctionCache):
+    """State: files beside the sources, or where numba keeps them if it may not write there."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(
+            cache_path=self.cache_path, filename_base=self._impl.filename_base, source_stamp=SOURCES
+        )
+
+    @override
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled kernel for these types, or None: it is compiled then, and its entry written anew."""
+        found = super().load_overload(sig, target_context)
+        asked = tuple(getattr(sig, "args", sig))
+        return found if found is not None and tuple(found.signature.args) == asked else None
