@@ -230,6 +230,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 def abort_in_rank_1(config: Config) -> None:
     note(config, f"pid{rank()}", str(os.getpid()))
     if rank() == 1:
+        wait_for_files(Path(config.run_dir), "pid0")
         os.abort()  # as glibc does that finds its heap corrupted
     sleep_until_ended()
 
