@@ -55,6 +55,7 @@ from olmo_rl.types import Refusal
 from recipes import score, train
 
 WORLD = 4
+STEPS = ("balance_cases:write_inputs", f"balance_cases:run_rank*{WORLD}")
 SECONDS = 40
 ANNEAL = BalanceConfig(kind=BalanceKind.anneal, proposals=2000, seconds=float("inf"))
 BALANCES = {

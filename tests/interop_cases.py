@@ -4,12 +4,11 @@ gloo ranks, FSDP only and EP2, and saves what they hold.
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from gloo_world import joined
 from model_cases import tiny_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -75,24 +74,21 @@ def decoder_of(model: ModelConfig, weights: dict[str, Tensor]) -> HybridDecoder:
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{directory}/store"
-    timeout = datetime.timedelta(seconds=100)
-    dist.init_process_group("gloo", init_method=store, rank=number, world_size=world, timeout=timeout)
-    for degree in DEGREES:
-        with torch.device("meta"):
-            decoder = HybridDecoder(hybrid(), attention="reference")
-        dims = titan.build_parallel_dims(Topology(world, degree), device_type="cpu")
-        titan.parallelize(
-            decoder, dims=dims, dtype=torch.float32, recompute=Recompute.none, device_type="cpu"
-        )
-        decoder.to_empty(device="cpu")
-        for parameter in decoder.parameters():
-            torch.nn.init.constant_(parameter, torch.nan)
-        fill(decoder, f"{directory}/hf")
-        parameters = dict(decoder.named_parameters())
-        assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
-        weights = {CHECKPOINT_PREFIX + name: parameter for name, parameter in parameters.items()}
-        dcp.save({"state_dict": weights}, checkpoint_id=f"{directory}/ep{degree}")
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(number, world=world, directory=directory, seconds=100):
+        for degree in DEGREES:
+            fill_and_save(Topology(world, degree), directory=directory)
+
+
+def fill_and_save(topology: Topology, *, directory: str) -> None:
+    with torch.device("meta"):
+        decoder = HybridDecoder(hybrid(), attention="reference")
+    dims = titan.build_parallel_dims(topology, device_type="cpu")
+    titan.parallelize(decoder, dims=dims, dtype=torch.float32, recompute=Recompute.none, device_type="cpu")
+    decoder.to_empty(device="cpu")
+    for parameter in decoder.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    fill(decoder, f"{directory}/hf")
+    parameters = dict(decoder.named_parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+    weights = {CHECKPOINT_PREFIX + name: parameter for name, parameter in parameters.items()}
+    dcp.save({"state_dict": weights}, checkpoint_id=f"{directory}/ep{topology.ep_degree}")

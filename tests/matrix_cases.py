@@ -58,7 +58,7 @@ from olmo_rl.types import Collection, Sample, Topology
 
 TIMEOUT_SECONDS = 60
 WORLDS = (1, 2, 4)
-STEPS = ("matrix_cases:write_inputs", *(f"matrix_cases:run_rank*{world}" for world in WORLDS))  # programs.py
+STEPS = ("matrix_cases:write_inputs", *(f"matrix_cases:run_rank*{world}" for world in WORLDS))
 SELECTIVE = ((1, 1), (2, 2))  # where recomputation is selective, too
 TOPOLOGIES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
 UPDATES = 2

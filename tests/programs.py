@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 SLOW = (
     "lightning.pytorch",
@@ -62,25 +62,20 @@ def fork(step: str, directory: str) -> None:
     threads = Path("/proc/self/task")
     assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "a process with threads would fork"
     target, _, world = step.partition("*")
-    ranks: tuple[Any, ...] = (int(world),) if world else ()
-    mp.start_processes(_call, args=(target, *ranks, directory), nprocs=int(world or 1), start_method="fork")
+    ranks = int(world or 0)
+    mp.start_processes(_call, args=(target, ranks, directory), nprocs=max(ranks, 1), start_method="fork")
 
 
-def _call(number: int, target: str, *arguments: Any) -> None:
-    module, _, name = target.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    if len(arguments) == 2:
-        function(number, *arguments)
+def _call(number: int, target: str, ranks: int, directory: str) -> None:
+    function = pkgutil.resolve_name(target)
+    if ranks:
+        function(number, ranks, directory)
     else:
-        function(*arguments)
-
-
-def import_what_is_slow() -> None:
-    for name in SLOW:
-        importlib.import_module(name)
+        function(directory)
 
 
 if __name__ == "__main__":
-    import_what_is_slow()
+    for name in SLOW:
+        importlib.import_module(name)
     for given in sys.argv[2:]:
         fork(given, sys.argv[1])

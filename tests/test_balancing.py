@@ -36,7 +36,7 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     directory = tmp_path_factory.mktemp("balance")
-    done = run_program(directory, "balance_cases:write_inputs", "balance_cases:run_rank*4")
+    done = run_program(directory, *balance_cases.STEPS)
     found = [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
     found[0] |= {"stdout": done.stdout, "directory": str(directory)}
     return found

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from olmo_rl.planning import kernel_cache, kernels
-from olmo_rl.planning.kernels import HAVE_NUMBA
-
-pytestmark = pytest.mark.skipif(not HAVE_NUMBA, reason="needs numba")
+from olmo_rl.planning import kernel_cache
 
 COUNT = """
 import sys
@@ -26,10 +21,10 @@ print(sum(count_kernel.stats.cache_hits.values()))
 """
 
 
-def count(cache: Path, *bits: str) -> list[str]:
+def count(cache: Path, *bits: str, before: str = "") -> list[str]:
     """Loads of three rows on two ranks in a new process, for each width of ids; then the cache hits."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", COUNT, *bits]
+    command = [sys.executable, "-c", f"{before}\n{COUNT}", *bits]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -45,19 +40,21 @@ def test_an_entry_that_holds_the_code_for_other_types_is_compiled_anew(tmp_path:
     assert count(tmp_path, "16", "32") == [right, right, "2"]
 
 
-def test_an_entry_compiled_from_other_sources_of_the_package_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    routes, thresholds = np.zeros((1, 1, 1), np.uint8), np.array([1], np.uint8)
-    kernels.count_kernel(routes, thresholds, 1)
-    kernel = kernels.count_kernel
-    (types, *_) = kernel.overloads
-    assert kernel_cache.KernelCache(kernel.py_func).load_overload(types, kernel.targetctx) is not None
-    monkeypatch.setattr(kernel_cache, "SOURCES", "others")
-    assert kernel_cache.KernelCache(kernel.py_func).load_overload(types, kernel.targetctx) is None
+def test_an_entry_compiled_from_other_sources_of_the_package_is_compiled_anew(tmp_path: Path) -> None:
+    right = "[4, 2, 0]"
+    others = "from olmo_rl.planning import kernel_cache; kernel_cache.SOURCES = 'others'"
+    assert count(tmp_path, "16") == [right, "0"]
+    assert count(tmp_path, "16") == [right, "1"]
+    assert count(tmp_path, "16", before=others) == [right, "0"]
+    assert count(tmp_path, "16") == [right, "0"]
 
 
-def test_the_digest_is_that_of_every_source_of_the_package() -> None:
-    names = [path.name for path in Path(kernel_cache.__file__).parent.glob("*.py")]
-    assert {"kernels.py", "moves.py", "cells.py", "order.py", "repack.py"} <= set(names)
-    assert kernel_cache.sources() == kernel_cache.SOURCES
+def test_every_source_of_the_package_counts(tmp_path: Path) -> None:
+    package = tmp_path / "planning"
+    shutil.copytree(Path(kernel_cache.__file__).parent, package)
+    assert kernel_cache.digest(package) == kernel_cache.SOURCES
+    for name in ("kernels.py", "moves.py", "cells.py", "order.py", "repack.py"):
+        text = (package / name).read_text()
+        (package / name).write_text(text + "# changed\n")
+        assert kernel_cache.digest(package) != kernel_cache.SOURCES, name
+        (package / name).write_text(text)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import two_rank_cases
 from programs import run_program
 from torch import Tensor
 
@@ -25,8 +26,7 @@ Found = dict[str, Any]
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     """What every rank of one process and of two saw."""
     directory = tmp_path_factory.mktemp("worlds")
-    steps = ("write_inputs", "run_rank*1", "run_rank*2")
-    run_program(directory, *(f"two_rank_cases:{step}" for step in steps))
+    run_program(directory, *two_rank_cases.STEPS)
     return {
         world: [
             torch.load(directory / f"world{world}-rank{rank}.pt", weights_only=False) for rank in range(world)

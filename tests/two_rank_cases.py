@@ -33,6 +33,7 @@ from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import save_weights
 from recipes import train
 
+STEPS = ("two_rank_cases:write_inputs", *(f"two_rank_cases:run_rank*{world}" for world in (1, 2)))
 ROUTER = LossConfig(router_aux_weight=0.3, router_z_weight=0.02)
 SEQUENCE = replace(
     ROUTER,

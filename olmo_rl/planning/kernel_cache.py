@@ -17,15 +17,15 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from typing_extensions import override
 
 
-def sources() -> str:
-    """A digest of the code in this package, whenever it was written."""
+def digest(package: Path) -> str:
+    """Of the code in a package, whenever it was written."""
     value = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(package.glob("*.py")):
         value.update(path.read_bytes())
     return value.hexdigest()
 
 
-SOURCES = sources()
+SOURCES = digest(Path(__file__).parent)
 
 
 class KernelCache(FunctionCache):
