@@ -185,7 +185,7 @@ class BalanceConfig:
     layer_stride: int = 1  # look at every n-th routed layer
     max_destination_load: int | None = None  # assignments of one EP rank in one layer of one column
     overlap: bool = True  # plan the next step while this one trains, the next file too; local has no next
-    cost_model: str | None = None  # recipe=plan: file of recipes.fit_cost_model, predicts seconds
+    cost_model: str | None = None  # recipe=plan: file of benchmarks.fit_cost_model, predicts seconds
     write_permutation: str | None = None  # recipe=plan: file for a longest-first placement of experts
 
 

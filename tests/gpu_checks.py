@@ -1,8 +1,8 @@
 """What only a CUDA device can show: kernels against references, packed against unpacked training, recompiles.
 
-Runs with torch, numpy and triton alone; what needs more is left out with its reason (`Unavailable`). Tests in
-test_gpu.py call these functions; recipes/gpu_check.sh runs this file without pytest and prints a table. Every
-check returns one line of figures, or raises AssertionError.
+Runs with torch, numpy and triton alone; checks that need more are skipped with their reason (`Unavailable`).
+Tests in test_gpu.py call these functions; benchmarks/gpu_check.sh runs this file without pytest and prints a
+table. Every check returns one line of figures, or raises AssertionError.
 
 Tolerances. Kernels compute in bfloat16 and are held against the reference in float32 on the same bfloat16
 inputs, by the root mean square of the difference relative to that of the reference: 1e-2 for outputs, 2e-2
@@ -443,17 +443,17 @@ def chunked_logprobs() -> str:
 
 
 def bench_train() -> str:
-    """One short run of `recipes.bench_train` on the GPU, where all it needs is installed."""
+    """One short run of `benchmarks.bench_train` on the GPU, where all it needs is installed."""
     needed = ("torchtitan", "lightning", "hydra", "pyarrow", "rich", "fla")
     lacking = [name for name in needed if importlib.util.find_spec(name) is None]
     if lacking:
         raise Unavailable(f"{', '.join(lacking)} not installed: pip install -c constraints.txt -e '.[fla]'")
     options = ["--device", "cuda", "--budgets", "8192", "--updates", "1"]
-    command = [sys.executable, "-m", "recipes.bench_train", *options]
+    command = [sys.executable, "-m", "benchmarks.bench_train", *options]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     except subprocess.TimeoutExpired as late:
-        raise TimeoutError("recipes.bench_train took more than 150 s") from late
+        raise TimeoutError("benchmarks.bench_train took more than 150 s") from late
     assert done.returncode == 0, done.stderr[-2000:]
     return "\n" + done.stdout.rstrip()
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from planner_cases import random_case
 
+from benchmarks.bench_planner import interval, main, numpy_proposals_per_second
+from benchmarks.planner_arms import ARMS, TOP_K, Batch, Setting, draw_batch, read_panel, simulated_steps
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import measure
 from olmo_rl.planning.synthetic import synthetic_collection
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Topology
-from recipes.bench_planner import interval, main, numpy_proposals_per_second
-from recipes.planner_arms import ARMS, TOP_K, Batch, Setting, draw_batch, read_panel, simulated_steps
 
 
 def small_batch() -> Batch:
@@ -130,7 +130,7 @@ def test_intervals_hold_the_mean_and_shrink_to_it_without_spread() -> None:
 
 def test_the_kernels_are_far_faster_than_numpy_on_two_blocks() -> None:
     batch = draw_batch(Setting("one", 128, 8, 4, 32, 64, 1, 1), seed=5)
-    from recipes.planner_arms import searched
+    from benchmarks.planner_arms import searched
 
     searched(batch, BalanceConfig(kind=BalanceKind.anneal, proposals=1000))
     found = searched(batch, BalanceConfig(kind=BalanceKind.anneal, seconds=600))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import fit_cost_model
 from olmo_rl.planning.cost_model import (
     CostModel,
     fit,
@@ -19,7 +20,6 @@ from olmo_rl.planning.cost_model import (
 )
 from olmo_rl.planning.objective import Work
 from olmo_rl.types import Refusal, Topology
-from recipes import fit_cost_model
 
 WEIGHTS = {"expert_work": 2e-6, "token_work": 3e-4, "pair_work": 0.0, "columns": 0.05}
 UPDATE = 0.4

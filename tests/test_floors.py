@@ -64,7 +64,7 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 SOURCES = sorted(
     path
-    for folder in ("olmo_rl", "recipes", "tests")
+    for folder in ("olmo_rl", "recipes", "benchmarks", "tests")
     for path in (ROOT / folder).rglob("*.py")
     if path.stat().st_size
 )
@@ -107,9 +107,15 @@ def test_lower_floors_never_import_higher_ones() -> None:
     assert upward == []
 
 
-def test_only_the_command_line_imports_recipes() -> None:
-    importers = [n for n, path in MODULES.items() if any(within(i, "recipes") for i in imports(path))]
-    assert set(importers) <= {"olmo_rl.cli"}
+def importers_of(package: str) -> set[str]:
+    return {name for name, path in MODULES.items() if any(within(i, package) for i in imports(path))}
+
+
+def test_only_the_command_line_imports_recipes_and_nothing_imports_benchmarks() -> None:
+    assert importers_of("recipes") <= {"olmo_rl.cli"}
+    assert importers_of("benchmarks") == set()
+    shipped = [path for path in SOURCES if path.is_relative_to(ROOT / "recipes")]
+    assert [path for path in shipped if any(within(i, "benchmarks") for i in imports(path))] == []
 
 
 def test_planning_files_and_configuration_import_nothing_that_needs_torch() -> None:
@@ -130,8 +136,7 @@ def test_planning_files_and_configuration_import_nothing_that_needs_torch() -> N
 
 
 def test_only_titan_imports_torchtitan() -> None:
-    importers = {n for n, path in MODULES.items() if any(within(i, "torchtitan") for i in imports(path))}
-    assert importers == {"olmo_rl.policy.titan"}
+    assert importers_of("torchtitan") == {"olmo_rl.policy.titan"}
 
 
 def test_mixers_and_loss_run_without_lightning_hydra_and_torchtitan() -> None:
@@ -163,7 +168,11 @@ def test_the_wheel_ships_every_package() -> None:
 
 def test_every_source_file_stands_in_the_tree_of_the_readme() -> None:
     tree = "\n".join(re.findall(r"^```.*?^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE))
-    named = [path for folder in ("olmo_rl", "recipes", "launch") for path in (ROOT / folder).rglob("*.*")]
+    named = [
+        path
+        for folder in ("olmo_rl", "recipes", "benchmarks", "launch")
+        for path in (ROOT / folder).rglob("*.*")
+    ]
     files = [path for path in named if path.suffix in (".py", ".sh", ".sbatch") and path.stat().st_size]
     missing = [str(path.relative_to(ROOT)) for path in files if not re.search(rf"\b{path.name}\b", tree)]
     assert [name for name in missing if not name.endswith("__init__.py")] == []

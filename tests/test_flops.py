@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.bench_train import PHASES, figures
 from olmo_rl.config import LayerType, ModelConfig
 from olmo_rl.planning.flops import mixing_flops, training_flops, weights_of_token
-from recipes.bench_train import PHASES, figures
 
 ATTENTION = ModelConfig(
     vocab_size=11,

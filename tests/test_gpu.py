@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_a_gpu(name: str) -> None:
     if not torch.cuda.is_available():
-        pytest.skip("no CUDA device: run recipes/gpu_check.sh on a machine that has one")
+        pytest.skip("no CUDA device: run benchmarks/gpu_check.sh on a machine that has one")
     try:
         print(CHECKS[name]())
     except Unavailable as reason:

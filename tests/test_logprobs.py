@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import SHAPES, Run, config_of, fit, identical, largest_difference, samples_of, write_files
 
+from benchmarks import bench_logprobs as bench
 from olmo_rl.config import LogprobKind, LossConfig, PolicyConfig
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.logprobs import (
@@ -34,7 +35,6 @@ from olmo_rl.policy.logprobs import (
     token_logprobs,
 )
 from olmo_rl.types import Refusal
-from recipes import bench_logprobs as bench
 
 TOKENS, VOCABULARY, WIDTH, CHUNK = 37, 101, 8, 8
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import tiny_config
 
+from benchmarks import bench_padding
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.data.collate import batch_of_rank, collate, pad_pack
 from olmo_rl.data.packs import TOKEN_FIELDS, Pack, RouteMode, RouteTrace
@@ -25,7 +26,6 @@ from olmo_rl.planning.schedule import StepInput, schedule_step
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.loss import scored_slots
 from olmo_rl.types import ExpertLayout, Padding, Refusal, Sample, Topology
-from recipes import bench_padding
 
 ONE = Topology(1)
 MODEL = tiny_config()

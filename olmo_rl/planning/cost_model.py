@@ -141,7 +141,7 @@ def write_cost_model(model: CostModel, path: Path) -> None:
 
 
 def read_cost_model(path: str | Path) -> CostModel:
-    """Refuses a file that `recipes.fit_cost_model` did not write."""
+    """Refuses a file that `benchmarks.fit_cost_model` did not write."""
     where = f"balance.cost_model={path}"
     try:
         values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -156,12 +156,12 @@ def read_cost_model(path: str | Path) -> CostModel:
         )
     except OSError as error:
         raise Refusal(
-            f"{where}: {error.strerror}: name a file of `python -m recipes.fit_cost_model`"
+            f"{where}: {error.strerror}: name a file of `python -m benchmarks.fit_cost_model`"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(
-            f"{where}: not a cost model ({error!r}): write one with recipes.fit_cost_model"
+            f"{where}: not a cost model ({error!r}): write one with benchmarks.fit_cost_model"
         ) from None
     if set(model.ranges) != set(QUANTITIES) or set(model.weights) != {*QUANTITIES, "update"}:
-        raise Refusal(f"{where}: not a cost model of this version: write one with recipes.fit_cost_model")
+        raise Refusal(f"{where}: not a cost model of this version: write one with benchmarks.fit_cost_model")
     return model

@@ -36,7 +36,7 @@ def threads_per_rank(local_ranks: int) -> int:
 
 def keep_freed_memory() -> None:
     """Let glibc keep what tensors free, up to 1 GiB, instead of handing every freed megabyte back to the
-    system and having the pages of the next tensor faulted in anew (what it is worth: recipes/README.md).
+    system and having the pages of the next tensor faulted in anew (what it is worth: benchmarks/README.md).
     Environment variables that say otherwise win; other C libraries are left alone.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):

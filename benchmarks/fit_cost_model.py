@@ -1,4 +1,4 @@
-"""Fit seconds of an update to contract logs: `python -m recipes.fit_cost_model LOG... [--out FILE]`.
+"""Fit seconds of an update to contract logs: `python -m benchmarks.fit_cost_model LOG... [--out FILE]`.
 
 Reads the `expert_balance` events of `training_contract_rank*.jsonl` (of one topology; name the logs of runs
 with and without balancing, so that the quantities vary). An update is as slow as its slowest rank. Left out:
@@ -68,7 +68,7 @@ def describe(model: CostModel) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipes.fit_cost_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_cost_model", description=__doc__)
     parser.add_argument("logs", nargs="+", type=Path, help="training_contract_rank*.jsonl")
     parser.add_argument("--out", type=Path, default=Path("outputs/cost_model.json"), help="file to write")
     options = parser.parse_args(arguments)

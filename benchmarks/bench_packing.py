@@ -1,4 +1,4 @@
-"""Packed against unpacked training on this machine: `python -m recipes.bench_packing`.
+"""Packed against unpacked training on this machine: `python -m benchmarks.bench_packing`.
 
 The same samples in both arms: the recorded lengths of 512 GRPO samples, scaled down 8 times for the tiny
 hybrid model, with random tokens and routes. Each arm is a process of its own (so that its peak memory is its

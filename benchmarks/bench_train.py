@@ -1,4 +1,4 @@
-"""Where the time of one update goes: `python -m recipes.bench_train`, on a GPU `... --device cuda`.
+"""Where the time of one update goes: `python -m benchmarks.bench_train`, on a GPU `... --device cuda`.
 
 Packed, packed and padded to the budget, unpacked, with and without recomputation, on the same samples: the
 recorded lengths of GRPO samples (scaled down 8 times on a CPU), and documents of 12 tokens. Each arm is a

@@ -1,4 +1,4 @@
-"""Log-probs of a pack's scored tokens, whole logits against chunks: `python -m recipes.bench_logprobs`.
+"""Log-probs of a pack's scored tokens, whole logits against chunks: `python -m benchmarks.bench_logprobs`.
 
 One row of 2,048 tokens, the second half of every document a response, vocabulary 50,000, width 1,024: forward
 and backward from hidden states to the gradients of hidden states and weight. Times are medians over rounds in

@@ -1,4 +1,4 @@
-"""Does a run that was interrupted anywhere end like one that was not? `python -m recipes.check_resume`
+"""Does a run that was interrupted anywhere end like one that was not? `python -m benchmarks.check_resume`
 
 One run of two ranks goes straight through. Others of the same configuration are interrupted: killed inside a
 save or inside the optimizer step, and signalled or killed at random moments. Each is resumed with
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 UPDATES = 8
 KEEP = 2
 BOUND_SECONDS = 600.0  # for a process that must end; it takes seconds on a quiet machine
-ONE = "from recipes.check_resume import run_once; run_once()"
+ONE = "from benchmarks.check_resume import run_once; run_once()"
 # What rank 0 alone does, and what every rank does, in the order of a save.
 OLD_ONES_GO = "old ones go"
 OF_RANK_0 = (
@@ -289,7 +289,7 @@ def overrides_of(place: Path, *, devices: int) -> Sequence[str]:
         "rollouts.max_new_tokens=6",
         "task=jsonl",
         f"task.path={place / 'problems.jsonl'}",
-        "+task.verifier._target_=recipes.check_resume.even_length",
+        "+task.verifier._target_=benchmarks.check_resume.even_length",
         "task.eval_problems=8",
         "task.eval_interval=2",
         "callbacks=quiet",
@@ -349,7 +349,7 @@ def run_once() -> None:
 
 def watched(config: Config, *, moment: Moment | None, watch: str) -> None:
     """What every rank runs: training, seen by a callback that tells the driver and may end it."""
-    from recipes.resume_watch import Watch
+    from benchmarks.resume_watch import Watch
     from recipes.train import train
 
     train(config, watchers=[Watch(moment, directory=Path(watch))])

@@ -1,4 +1,4 @@
-"""Update time with and without balancing: `python -m recipes.bench_balance [--updates N]`.
+"""Update time with and without balancing: `python -m benchmarks.bench_balance [--updates N]`.
 
 The model and topology of `+experiment=balanced_moe`: four processes, EP2, the same files in every arm, whose
 lengths and routes follow the planner's synthetic law, scaled to the model's context. The same ranks train all
@@ -51,7 +51,7 @@ class Update:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m recipes.bench_balance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_balance", description=__doc__)
     parser.add_argument("--updates", type=int, default=2, help="measured updates of each arm in each turn")
     options = parser.parse_args(arguments)
     updates = options.updates + 1
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for step in range(updates):
             write_step(step, directory=scratch)
         config = arm_config("none", turn=0, directory=scratch, updates=updates)
-        bench = importlib.import_module("recipes.bench_balance")  # by a name that the ranks can import
+        bench = importlib.import_module("benchmarks.bench_balance")  # by a name that the ranks can import
         run_ranks(bench.train_arms, config)
         found = {
             arm: [update for turn in range(TURNS) for update in read_updates(Path(scratch) / f"{arm}-{turn}")]

@@ -1,4 +1,4 @@
-"""The planner's benchmark: `python -m recipes.bench_planner [--quick] [--panel FILE] [--out DIR]`.
+"""The planner's benchmark: `python -m benchmarks.bench_planner [--quick] [--panel FILE] [--out DIR]`.
 
 Every arm plans identical held-out batches: gaps of J over its bound with paired differences and 95 %
 bootstrap intervals, a simulated step under three synchronisation models, proposals per second, and where
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.planner_arms import ARMS, SETTINGS, Batch, Row, draw_batch, read_panel, run_arms
 from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import Work, pair_straggler, token_straggler
@@ -31,7 +32,6 @@ from olmo_rl.planning.schedule import StepInput
 from olmo_rl.planning.search import plan_batch, warm_up
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
-from recipes.planner_arms import ARMS, SETTINGS, Batch, Row, draw_batch, read_panel, run_arms
 
 RECORDED = Path(__file__).parents[1] / "tests" / "data" / "grpo_lengths.json"
 FIRST_SEED = 1000  # far from the seeds that the constants of the search were chosen on
@@ -271,7 +271,7 @@ def draw_picture(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipes.bench_planner", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_planner", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few batches: under four minutes on two cores")
     parser.add_argument("--panel", help="an .npz with lengths [N] and loads [N, E, L] instead of the law")
     parser.add_argument(

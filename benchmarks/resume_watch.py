@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from benchmarks.check_resume import OLD_ONES_GO, Moment
 from olmo_rl.run_directory import MANIFEST, SCRATCH
-from recipes.check_resume import OLD_ONES_GO, Moment
 
 
 class Watch(Callback):

@@ -1,4 +1,4 @@
-"""Where pads go: `python -m recipes.bench_padding` counts the busiest expert-parallel rank of padded packs.
+"""Padding and expert load: `python -m benchmarks.bench_padding` counts the busiest rank of padded packs.
 
 Every pack is padded four ways to the same number of rows: with route rows of zeros; with a constant token,
 which a router sends to the same experts in every row; with the rows 0..top_k-1 (arange); and as this project
