@@ -1,6 +1,7 @@
 # make train   a tiny hybrid MoE learns 2-digit addition on this machine's CPU (about ten minutes, set-up included)
 # make test    the tests
 # make lint    style, types, shell scripts
+# make docs    the documentation site, into build/site
 # The first call makes .venv (two minutes); later ones reuse it until pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --no-compile --progress-bar off --constraint constraints.txt
 
-.PHONY: train test lint clean
+.PHONY: train test lint docs clean
 
 train: $(VENV)/.core
 	$(BIN)/python train.py +experiment=packed_moe overwrite=true $(ARGS)
@@ -25,6 +26,13 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck launch/torchrun.sh launch/slurm.sbatch .ci/run
+
+docs: $(VENV)/.dev
+	rm -rf build/docs build/site
+	mkdir -p build
+	cp -r docs build/docs
+	{ printf '# Refusals\n\n'; $(BIN)/python -m olmo_rl.refusals; } >build/docs/refusals.md
+	$(BIN)/python -m zensical build --clean --strict
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 import tomllib
@@ -164,15 +163,3 @@ def test_the_wheel_ships_every_package() -> None:
     folders = {module_name(path) for path in PACKAGE.rglob("__init__.py")}
     assert set(packages) == folders | {"olmo_rl.conf", "recipes"}
     assert (ROOT / "conf" / "__init__.py").exists()
-
-
-def test_every_source_file_stands_in_the_tree_of_the_readme() -> None:
-    tree = "\n".join(re.findall(r"^```.*?^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE))
-    named = [
-        path
-        for folder in ("olmo_rl", "recipes", "benchmarks", "launch")
-        for path in (ROOT / folder).rglob("*.*")
-    ]
-    files = [path for path in named if path.suffix in (".py", ".sh", ".sbatch") and path.stat().st_size]
-    missing = [str(path.relative_to(ROOT)) for path in files if not re.search(rf"\b{path.name}\b", tree)]
-    assert [name for name in missing if not name.endswith("__init__.py")] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +20,7 @@ from olmo_rl.config import Config, ModelConfig, Recipe
 from olmo_rl.data.files import write_collection
 from olmo_rl.overrides import schema_keys
 from olmo_rl.policy.interop import parameter_shapes
-from olmo_rl.refusals import RULES, Rule, markdown, refusals
+from olmo_rl.refusals import RULES, Rule, refusals
 from olmo_rl.run_directory import finish_checkpoint
 from olmo_rl.types import Collection, Refusal, Sample
 from recipes import validate
@@ -147,13 +146,6 @@ def test_all_refusals_are_told_at_once() -> None:
 def test_attention_that_ignores_boundaries_is_refused_with_packing_by_both_keys(recipe: str) -> None:
     (line,) = refusals(compose_fast("+experiment=packed_moe", f"recipe={recipe}", "policy.attention=torch"))
     assert line.startswith("policy.attention=torch packing=consecutive: ")
-
-
-def test_the_readme_holds_the_table() -> None:
-    text = (ROOT / "README.md").read_text()
-    found = re.search(r"<!-- refusals -->\n(.*?)\n?<!-- /refusals -->", text, re.DOTALL)
-    assert found is not None, "README.md needs the markers <!-- refusals --> and <!-- /refusals -->"
-    assert found[1] == markdown(), "paste what `python -m olmo_rl.refusals` prints between the markers"
 
 
 def write_file(path: Path, *, lengths: list[int], logprobs: bool = False) -> None:

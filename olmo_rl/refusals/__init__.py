@@ -3,8 +3,8 @@
 All refusals of a configuration are reported at once, one line each: the keys with their values, what is wrong
 with them, what to change. Rows judge the configured device and topology, not this machine's; the few that
 read the disk say so. What only data can break (a sample longer than the budget, missing routes) is refused by
-those who read data. `python -m olmo_rl.refusals` prints the table as markdown; README.md holds it between
-`<!-- refusals -->` and `<!-- /refusals -->`. No torch here: a login node can refuse.
+those who read data. `python -m olmo_rl.refusals` prints the table as markdown, a page of the documentation.
+No torch here: a login node can refuse.
 """
 
 from __future__ import annotations

@@ -1,0 +1,42 @@
+"""README.md and docs/: the site builds, links lead somewhere, files that are named exist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import PAGES, ROOT
+
+from olmo_rl.refusals import markdown
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FILE = re.compile(r"`((?:olmo_rl|recipes|benchmarks|conf|launch|tests|docs|examples)/[\w./-]+)`")
+GENERATED = ("refusals.md",)
+PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
+def test_links_to_files_and_files_named_in_code_exist(page: Path) -> None:
+    text = page.read_text()
+    targets = [target.partition("#")[0] for target in LINK.findall(text) if "://" not in target]
+    linked = [target for target in targets if target and target not in GENERATED]
+    missing = [target for target in linked if not (page.parent / target).exists()]
+    missing += [name for name in FILE.findall(text) if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "build" / "docs")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    (tmp_path / "build" / "docs" / "refusals.md").write_text(f"# Refusals\n\n{markdown()}\n")
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = list((tmp_path / "build" / "site").rglob("*.html"))
+    assert len(pages) > len(PAGE_NAMES) - 2
+    loaded = re.compile(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^\s>]+")
+    assert [found for page in pages for found in loaded.findall(page.read_text())] == []
