@@ -27,10 +27,11 @@ from rich.table import Table
 from olmo_rl.cli import compose
 from olmo_rl.config import BalanceConfig, BalanceKind, Config
 from olmo_rl.data.files import write_collection
-from olmo_rl.planning.search import warm_up
+from olmo_rl.planning.search import compile_kernels
 from olmo_rl.planning.synthetic import synthetic_collection
 from olmo_rl.training.metrics_csv import read_metrics
 from olmo_rl.training.processes import run_ranks
+from olmo_rl.types import Topology
 from recipes.train import train
 
 ARMS = tuple(kind.value for kind in BalanceKind)
@@ -71,7 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train_arms(config: Config) -> None:
     """One rank: every arm, without its closing table. Kernels are compiled before, once."""
     for kind in BalanceKind:
-        warm_up(BalanceConfig(kind=kind))
+        compile_kernels(
+            BalanceConfig(kind=kind),
+            layout=config.model.expert_layout,
+            topology=Topology(config.world_size, config.ep_degree),
+        )
     directory, updates = str(Path(config.run_dir).parent), config.trainer.max_steps
     for turn in range(TURNS):
         for arm in (*ARMS[turn:], *ARMS[:turn]):

@@ -29,7 +29,7 @@ from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import Work, pair_straggler, token_straggler
 from olmo_rl.planning.schedule import StepInput
-from olmo_rl.planning.search import plan_batch, warm_up
+from olmo_rl.planning.search import compile_kernels, plan_batch
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 
@@ -196,8 +196,10 @@ def cold_seconds(level: BalanceLevel) -> float:
     code = (
         "import time; t = time.perf_counter()\n"
         "from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel\n"
-        "from olmo_rl.planning.search import warm_up\n"
-        f"warm_up(BalanceConfig(kind=BalanceKind.anneal, level=BalanceLevel.{level.value}))\n"
+        "from olmo_rl.planning.search import compile_kernels\n"
+        "from olmo_rl.types import Topology\n"
+        f"balance = BalanceConfig(kind=BalanceKind.anneal, level=BalanceLevel.{level.value})\n"
+        "compile_kernels(balance, layout=None, topology=Topology(1))\n"
         "print(time.perf_counter() - t)"
     )
     with tempfile.TemporaryDirectory() as cache:
@@ -282,7 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         panel = read_panel(options.panel) if options.panel else None
         for level in BalanceLevel:
-            warm_up(BalanceConfig(kind=BalanceKind.anneal, level=level))
+            compile_kernels(
+                BalanceConfig(kind=BalanceKind.anneal, level=level), layout=None, topology=Topology(1)
+            )
         rows: list[Row] = []
         if panel is not None:
             rows = bench(f"panel {Path(options.panel).name}", [panel], console)

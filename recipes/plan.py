@@ -18,14 +18,17 @@ from olmo_rl.planning.pads import Pads
 from olmo_rl.planning.placement import ExpertTotals, write_placement
 from olmo_rl.planning.report import Block, describe_step, draw_packs, print_report, scoring_remark, write_plan
 from olmo_rl.planning.schedule import StepInput, schedule_step, step_loads
+from olmo_rl.planning.search import compile_kernels
 from olmo_rl.planning.synthetic import LONGEST, synthetic_collection
 from olmo_rl.types import Collection, Refusal, Sample, Topology
 
 
 def run(config: Config) -> None:
     """Plan every optimizer step of every collection; nothing is written before all of them are planned."""
-    started = time.perf_counter()
     topology = Topology(config.world_size, config.ep_degree)
+    layout = config.model.expert_layout if config.policy.replay is not False else None
+    compile_kernels(config.balance, layout=layout, topology=topology)
+    started = time.perf_counter()
     budget = config.budget if config.packed else None
     blocks: list[Block] = []
     model = None if config.balance.cost_model is None else read_cost_model(config.balance.cost_model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
 from olmo_rl.planning.objective import gap, measure, objective, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.schedule import StepInput, schedule_digest
-from olmo_rl.planning.search import balance_refusals, batch_seed, plan_batch, warm_up
+from olmo_rl.planning.search import balance_refusals, batch_seed, plan_batch
 from olmo_rl.planning.starts import no_worse
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import Refusal, Topology
@@ -288,6 +289,67 @@ def test_real_lengths_fill_nine_packs_where_the_order_of_arrival_needs_thirteen(
     assert pair(found.after, lengths=lengths, topology=case.topology) <= 1.18
 
 
-def test_warming_up_compiles_what_the_next_plan_needs() -> None:
-    warm_up(BalanceConfig(kind=BalanceKind.anneal))
-    warm_up(BalanceConfig())
+COMPILED = """
+import sys
+import numpy as np
+from planner_cases import random_case
+from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
+from olmo_rl.planning.loads import collection_loads
+from olmo_rl.planning.search import compile_kernels
+from olmo_rl.types import ExpertLayout, Sample, Topology
+
+def compiled():
+    modules = [module for name, module in sys.modules.items() if name.startswith("olmo_rl.planning")]
+    kernels = {id(k): k for module in modules for k in vars(module).values() if hasattr(k, "signatures")}
+    return sum(len(kernel.signatures) for kernel in kernels.values())
+
+def counted(dtype):
+    routes = np.zeros((3, 2, 1), dtype)
+    tokens, mask, logprobs = np.zeros(4, np.int32), np.ones(4, bool), np.zeros(4, np.float32)
+    sample = Sample(id="s", group="g", tokens=tokens, response_mask=mask, behavior_logprobs=logprobs,
+                    reward=0.0, routes=routes)
+    collection_loads([sample], layout=layout, topology=case.topology)
+
+layout = ExpertLayout(num_experts=4, top_k=1, routed_layers=(0, 1))
+case = random_case(1, world=4, ep=2, per_rank=6)
+blind = random_case(1, world=4, ep=2, per_rank=6, layers=0)
+for level in BalanceLevel:
+    balance = BalanceConfig(kind=BalanceKind.anneal, level=level, max_destination_load=10_000)
+    compile_kernels(balance, layout=layout, topology=case.topology)
+    before = compiled()
+    case.plan(balance)
+    blind.plan(BalanceConfig(kind=BalanceKind.anneal, level=level))
+    for dtype in "int8 uint8 int16 uint16 int32 uint32 int64 uint64".split():
+        counted(dtype)
+    assert 0 < before == compiled(), (before, compiled())
+"""
+
+
+def test_a_search_and_counting_compile_nothing_after_compile_kernels() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+DEADLINE = """
+from planner_cases import random_case
+from olmo_rl.config import BalanceConfig, BalanceKind
+case = random_case(9, world=8, ep=4, per_rank=16, layers=8)
+log = case.plan(BalanceConfig(kind=BalanceKind.anneal, seconds=2.0)).plan.search
+assert log.stop_reason == "proposals", log
+"""
+
+
+def test_compilation_does_not_count_against_the_deadline_of_a_search(tmp_path: Path) -> None:
+    # Compilation takes about eight seconds, the search that follows a twentieth of one.
+    result = subprocess.run(
+        [sys.executable, "-c", DEADLINE],
+        env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr

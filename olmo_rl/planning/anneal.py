@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from olmo_rl.config import BalanceLevel
 from olmo_rl.planning import moves
 from olmo_rl.planning.cells import anneal_cells
-from olmo_rl.planning.kernels import HAVE_NUMBA
+from olmo_rl.planning.kernels import HAVE_NUMBA, compile_for
 from olmo_rl.planning.moves import State
 from olmo_rl.planning.objective import Work
 from olmo_rl.planning.order import anneal_order
+from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.repack import Order, rebuild
 from olmo_rl.planning.starts import by_length, cells_plan, order_plan
 from olmo_rl.planning.weights import Weights
@@ -38,6 +39,22 @@ RELAXED, STRICT = (0, 20), (20, 20)
 # Proposals between two looks at the clock: milliseconds.
 STEPS, UNCOMPILED_STEPS = 10_000, 64
 _LANES = 16
+
+
+def compile_chain(level: BalanceLevel) -> None:
+    """Compile the kernels of `level` for the types that `anneal` calls them with, or load them from the
+    cache.
+    """
+    if not HAVE_NUMBA:
+        return
+    lengths, topology = np.ones(2, dtype=np.int64), Topology(2)
+    plan = plan_step(lengths, budget=1, topology=topology)
+    state = _state(plan, lengths=lengths, loads=None, topology=topology, columns=1, seed=0)
+    if level is BalanceLevel.cells:
+        compile_for(anneal_cells, 1, 1, 1, deviates(), *state)
+    else:
+        state.book[moves.BUDGET] = 1
+        compile_for(anneal_order, 1, 1, 1, deviates(), *state, *_order(plan, state))
 
 
 def default_proposals(samples: int, *, level: BalanceLevel) -> int:

@@ -43,6 +43,16 @@ def _compiled(function: F, *, forceinline: bool = False) -> F:
     return cast(F, compiled)
 
 
+def compile_for(compiled: Callable[..., Any], *arguments: Any) -> None:
+    """Compile a kernel for the types of these `arguments`, or load it from the cache; nothing is run.
+
+    Without numba there is nothing to compile.
+    """
+    if HAVE_NUMBA:
+        dispatcher: Any = compiled
+        dispatcher.compile(tuple(numba.typeof(argument) for argument in arguments))
+
+
 @kernel
 def count_kernel(
     routes: NDArray[np.unsignedinteger], thresholds: NDArray[np.unsignedinteger], layer_stride: int

@@ -130,6 +130,21 @@ def count_numpy(
     return counts.reshape(ep_degree, layers), -1
 
 
+def compile_counting(layout: ExpertLayout, *, topology: Topology) -> None:
+    """Compile `count_compiled` for experts of `layout` and every width of ids, or load it from the cache."""
+    from olmo_rl.planning.kernels import compile_for, count_kernel
+
+    limits = _limits(topology.destinations(layout.num_experts), ep_degree=topology.ep_degree)
+    for width in (np.uint8, np.uint16, np.uint32, np.uint64):
+        compile_for(count_kernel, np.zeros((1, 1, 1), dtype=width), limits, 1)
+
+
+def _limits(table: NDArray[np.int64], *, ep_degree: int) -> NDArray[np.unsignedinteger]:
+    """[E]: the first expert id past each rank, in the narrowest unsigned type that holds them all."""
+    limits = np.searchsorted(table, np.arange(1, ep_degree + 1))
+    return limits.astype(np.min_scalar_type(len(table)))
+
+
 def count_compiled(
     routes: NDArray[np.integer], *, table: NDArray[np.int64], ep_degree: int, layer_stride: int
 ) -> tuple[NDArray[np.int64], int]:
@@ -139,7 +154,7 @@ def count_compiled(
 
     if not HAVE_NUMBA or not routes.size:
         return count_numpy(routes, table=table, ep_degree=ep_degree, layer_stride=layer_stride)
-    limits = np.searchsorted(table, np.arange(1, ep_degree + 1)).astype(np.min_scalar_type(len(table)))
+    limits = _limits(table, ep_degree=ep_degree)
     # Read as unsigned, a negative id is a huge one, and so out of range.
     unsigned = np.ascontiguousarray(routes).view(f"u{routes.dtype.itemsize}")
     loads = count_kernel(unsigned, limits, layer_stride)

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceConfig, BalanceKind
-from olmo_rl.planning.anneal import RELAXED, STRICT, anneal
-from olmo_rl.planning.loads import stable_hash
+from olmo_rl.planning.anneal import RELAXED, STRICT, anneal, compile_chain
+from olmo_rl.planning.loads import compile_counting, stable_hash
 from olmo_rl.planning.objective import Bounds, Work, lower_bounds, measure
 from olmo_rl.planning.packing import check_lengths, plan_step
 from olmo_rl.planning.reference import Batch, greedy_ranks, search_reference, worse_metric
@@ -37,7 +37,7 @@ from olmo_rl.planning.starts import (
     starts,
 )
 from olmo_rl.planning.weights import Weights, fixed_point
-from olmo_rl.types import PackPlan, Refusal, SearchLog, Topology
+from olmo_rl.types import ExpertLayout, PackPlan, Refusal, SearchLog, Topology
 
 
 def batch_seed(ids: Sequence[str]) -> int:
@@ -97,21 +97,24 @@ def _check(
             )
 
 
-def warm_up(balance: BalanceConfig) -> None:
-    """Compile the kernels that `balance` needs, or load them from the cache: tens of seconds when nothing
-    is cached.
+def compile_kernels(
+    balance: BalanceConfig, *, layout: ExpertLayout | None, topology: Topology, searches: bool = True
+) -> None:
+    """Compile every kernel that planning under `balance` calls, or load it from the cache on disk.
 
-    For a thread at start-up, so that the first optimizer step does not wait for the compiler.
+    Call it before ranks wait for each other and before a clock starts: it takes ten seconds when nothing is
+    cached, milliseconds later. `layout` None: no routes are counted. `searches` False: this rank only
+    counts, another one searches.
     """
-    if balance.kind is not BalanceKind.anneal:
-        return
-    lengths = np.array([5, 4, 3, 2, 5, 4, 3, 1])
-    small = replace(balance, proposals=1, seconds=math.inf, max_destination_load=None)
-    loads = np.arange(16, dtype=np.int32).reshape(8, 2, 1)
-    ids = [str(i) for i in range(8)]
-    plan_batch(
-        StepInput(lengths=lengths, ids=ids, loads=loads, budget=8, topology=Topology(4, 2), balance=small)
-    )
+    if layout is not None:
+        compile_counting(layout, topology=topology)
+    if searches and balance.kind is BalanceKind.anneal:
+        compile_chain(balance.level)
+
+
+def warm_up(balance: BalanceConfig) -> None:
+    """`compile_kernels` of the search alone."""
+    compile_kernels(balance, layout=None, topology=Topology(1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,6 +276,7 @@ def plan_batch(step: StepInput) -> Schedule:
     The plan is never worse than the best start on expert, token and pair work and pack count, on every metric
     under `reference`. Raises Refusal for settings, samples or a cap that no plan can satisfy.
     """
+    compile_kernels(step.balance, layout=None, topology=step.topology)
     began = time.perf_counter()
     loads, budget, topology, balance = step.loads, step.budget, step.topology, step.balance
     lengths = check_lengths(step.lengths, budget=budget, topology=topology, ids=step.ids, source=step.source)
