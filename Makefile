@@ -31,7 +31,7 @@ docs: $(VENV)/.dev
 	rm -rf build/docs build/site
 	mkdir -p build
 	cp -r docs build/docs
-	{ printf '# Refusals\n\n'; $(BIN)/python -m olmo_rl.refusals; } >build/docs/refusals.md
+	$(BIN)/python -m olmo_rl.reference --output build/docs/reference
 	$(BIN)/python -m zensical build --clean --strict
 
 clean:

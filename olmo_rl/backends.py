@@ -14,8 +14,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from olmo_rl.choices import LayerType
-from olmo_rl.config import Config
+from olmo_rl.config import Config, LayerType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

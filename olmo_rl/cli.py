@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from olmo_rl.config import Config, Recipe, register
+from olmo_rl.config import RECIPES, Config, Recipe, register
 from olmo_rl.manual import manual
-from olmo_rl.overrides import explain_typos, group_choices, keep_text
-from olmo_rl.refusals import RULES, refusals, run_files
-from olmo_rl.refusals.rule import trains
+from olmo_rl.overrides import conf_directory, explain_typos, group_choices, keep_text, texts_of
+from olmo_rl.refusals import refusals
+from olmo_rl.refusals.runs import RUN_NAME, run_files
 from olmo_rl.run_directory import EXIT_INTERRUPTED, complete_checkpoints
 from olmo_rl.types import Interrupted, RankFailed, Refusal
 
@@ -33,47 +33,40 @@ if TYPE_CHECKING:
 
 FAILED, REFUSED = 1, 2
 SIGNALLED = 128  # exit codes above it: a signal ended the job
-# What every rank of a recipe runs, by name: other recipes run in this process.
-RANKED = {
-    Recipe.train: "recipes.train:train",
-    Recipe.sft: "recipes.sft:train",
-    Recipe.rollout: "recipes.rollout:generate",
-    Recipe.score: "recipes.score:score",
-}
 
 
 def main() -> None:
     """`python train.py` and `olmo-rl`."""
-    arguments = sys.argv[1:]
-    if not {"-h", "--help"}.isdisjoint(arguments):
-        print(manual(group_choices(conf_directory())))
-        return
     try:
-        code = run(arguments)
+        code = run(sys.argv[1:])
     except KeyboardInterrupt:  # before the job could hold it
         _say(["ended by SIGINT before anything started"])
         code = SIGNALLED + signal.SIGINT
     sys.exit(code)
 
 
-def conf_directory() -> Path:
-    """conf/ of a clone, or of the installed package."""
-    clone = Path(__file__).resolve().parent.parent / "conf"
-    return clone if (clone / "train.yaml").is_file() else Path(__file__).resolve().parent / "conf"
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run the job, or the jobs of a sweep, that the arguments ask for; the exit code."""
     import hydra
+    from hydra._internal.utils import get_args_parser
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    added = [argument for argument in arguments if argument.startswith("+")]
-    # Hydra lets + add what no schema has; a directory of the user's own may bring groups that we do not know.
-    if "--config-dir" not in arguments and (typos := _typos(added)):
+    try:
+        flags = get_args_parser().parse_args(list(arguments))
+    except SystemExit as end:  # argparse ends with 2 for an unknown flag, which is REFUSED here
+        return FAILED if end.code else 0
+    directories = [conf_directory(), *([Path(flags.config_dir)] if flags.config_dir else [])]
+    groups = group_choices(*directories)
+    if flags.help:
+        print(manual(groups))
+        return 0
+    # Hydra accepts + for keys that no schema has.
+    added = [override for override in flags.overrides if override.startswith("+")]
+    if typos := explain_typos(added, groups=groups):
         _say(typos)
         return FAILED
-    if stray := _stray_run_names(arguments):
+    if stray := _stray_run_names(flags.overrides):
         _say(["refused, before the run directory is made:", *(f"  {reason}" for reason in stray)])
         return REFUSED
     register()
@@ -91,14 +84,13 @@ def run(arguments: Sequence[str]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         if full_trace == "1":
             raise
-        _explain(error, arguments)
+        _explain(error, typos=explain_typos(flags.overrides, groups=groups))
         return FAILED
     except OSError as error:  # of Hydra, which makes the run directory: a job's own are told by `attempt`
         _say([f"refused: the run directory cannot be written: {error}: choose another run_name, or mend it"])
         return REFUSED
     except SystemExit as end:
-        # argparse ends with 2 for an unknown flag, which is no refusal of ours
-        return FAILED if end.code == REFUSED and not jobs.codes else cast(int, end.code or 0)
+        return cast(int, end.code or 0)
     finally:
         sys.argv = before
         if full_trace is None:
@@ -204,9 +196,10 @@ def execute(values: DictConfig, *, parent: int) -> None:
 
 def run_recipe(config: Config) -> None:
     """The recipe of a typed configuration: on the ranks of this job, or here where it needs none."""
-    entry = RANKED.get(config.recipe)
-    if entry is None:
-        importlib.import_module(f"recipes.{config.recipe.value}").run(config)
+    recipe = RECIPES[config.recipe]
+    if not recipe.ranks:
+        module, _, function = recipe.entry.partition(":")
+        getattr(importlib.import_module(module), function)(config)
         return
     from olmo_rl.data.preflight import refuse_files, refuse_supervised
     from olmo_rl.training.processes import run_ranks
@@ -215,7 +208,7 @@ def run_recipe(config: Config) -> None:
         refuse_files(config)
     elif config.recipe is Recipe.sft:
         refuse_supervised(config)
-    run_ranks(entry, config)
+    run_ranks(recipe.entry, config)
 
 
 def _after_signal(config: Config, *, code: int) -> int:
@@ -223,7 +216,7 @@ def _after_signal(config: Config, *, code: int) -> int:
     holds a checkpoint that the job, or an earlier one, made.
     """
     name = signal.Signals(code - SIGNALLED).name
-    saved = complete_checkpoints(config.run_dir) if trains(config) else []
+    saved = complete_checkpoints(config.run_dir) if config.trains else []
     rest = f"{saved[-1].name} is saved, continue with ckpt_path=last" if saved else "no checkpoint to resume"
     if config.recipe is Recipe.rollout:
         whole = len(list(Path(config.run_dir).glob("rollouts/collection-*.parquet")))
@@ -268,27 +261,28 @@ def clear(config: Config) -> None:
             path.unlink()
 
 
-def _stray_run_names(arguments: Sequence[str]) -> list[str]:
+def _stray_run_names(overrides: Sequence[str]) -> list[str]:
     """Refusals of run names, before Hydra makes directories of that name."""
-    rule = next(rule for rule in RULES if rule.keys == ("run_name",))
-    given = [text.removeprefix("run_name=") for text in arguments if text.startswith("run_name=")]
-    names = [name.strip("\"' ") for value in given for name in value.split(",")]
-    lines = [rule.check(replace(Config(), run_name=name)) for name in names]
+    from hydra.errors import HydraException
+
+    lines = []
+    for override in keep_text(text for text in overrides if text.startswith("run_name=")):
+        try:
+            names = texts_of(override)
+        except HydraException:  # Hydra reports it itself
+            continue
+        lines += [RUN_NAME.check(replace(Config(), run_name=name)) for name in names]
     return [line for line in lines if line is not None]
 
 
-def _explain(error: Exception, arguments: Sequence[str]) -> None:
-    """Hydra's refusal of an override in our words where it is a typo, else in Hydra's."""
-    lines = _typos(arguments)
+def _explain(error: Exception, *, typos: Sequence[str]) -> None:
+    """Print the typos where there are some, else Hydra's own report of an override."""
+    lines = list(typos)
     if not lines:
         parts: list[Any] = [getattr(error, "override", None), error, error.__cause__]
         texts = [str(part) for part in parts if part is not None]
         lines = [line for text in texts for line in text.splitlines() if line.strip()]
     _say(lines)
-
-
-def _typos(arguments: Sequence[str]) -> list[str]:
-    return explain_typos(arguments, groups=group_choices(conf_directory()))
 
 
 def _say(lines: Sequence[str]) -> None:

@@ -1,12 +1,13 @@
-"""The text of `python train.py --help`, made from the schema's documentation and the choices in conf/."""
+"""The text of `python train.py --help`, generated from the schema and the choices in conf/."""
 
 from __future__ import annotations
 
 import textwrap
 from dataclasses import fields, is_dataclass
 
-from olmo_rl.config import Config, Recipe
-from olmo_rl.overrides import Key, field_docs, schema_keys
+from olmo_rl.config import RECIPES, Config
+from olmo_rl.keys import Key
+from olmo_rl.overrides import SET_BY_USERS
 from olmo_rl.refusals.rule import as_text
 
 WIDTH = 100
@@ -17,7 +18,7 @@ olmo_rl trains Mixture-of-Experts language models with GRPO: packed rows, replay
 usage: python train.py [group=choice ...] [key=value ...] [flags]
 
   python train.py +experiment=packed_moe                      learn 2-digit addition on a CPU
-  python train.py +experiment=packed_moe recipe=validate      what would be refused, all at once
+  python train.py +experiment=packed_moe recipe=validate      report every invalid setting at once
   python train.py +experiment=packed_moe trainer.max_steps=300 run_name=longer
   python train.py +experiment=packed_moe ckpt_path=last       continue the run of that name
   python train.py +experiment=packed_moe recipe=rollout run_name=r rollouts.collections=2
@@ -31,21 +32,25 @@ flags
   -m             sweep over comma-separated values, one job each
   --cfg job      print the composed configuration and stop
   --hydra-help   Hydra's own flags
+"""
 
-exit codes
-  0   done
-  1   a fault of ours, or an override that Hydra refuses: a typo, a wrong type, an unknown choice
-  2   refused: the configuration or the data, with reasons
-  75  interrupted, checkpoint saved; continue with ckpt_path=last
+EXIT_CODES = {
+    "0": "success",
+    "1": "internal error, or an invalid override: a typo, a wrong type, an unknown choice; torchrun always "
+    "ends with 1, the log has the code",
+    "2": "invalid configuration or data, with reasons and changes",
+    "75": "interrupted after a checkpoint; continue with ckpt_path=last",
+    "128 + n": "ended by signal n with nothing to resume",
+}
 
+TAIL = """\
 A run writes outputs/<run_name>/, job n of a sweep outputs/<run_name>/<n>/.
 """
 
 
 def manual(groups: dict[str, list[str]]) -> str:
     """The whole text, at most WIDTH columns."""
-    docs = field_docs()
-    recipes = [_row(f"  {recipe.value}", docs["Recipe", recipe.name], column=13) for recipe in Recipe]
+    recipes = [_row(f"  {recipe.value}", entry.doc, column=13) for recipe, entry in RECIPES.items()]
     choices = [_row(f"  {group}", "  ".join(names), column=13) for group, names in groups.items()]
     parts = [
         HEAD,
@@ -53,13 +58,17 @@ def manual(groups: dict[str, list[str]]) -> str:
         "groups (group=choice; + before experiment, sweep and debug)\n" + "\n".join(choices) + "\n",
         "keys, with the value they have where nothing sets them\n" + "\n".join(_keys()) + "\n",
         FLAGS,
+        "exit codes\n"
+        + "\n".join(_row(f"  {code}", text, column=13) for code, text in EXIT_CODES.items())
+        + "\n",
+        TAIL,
     ]
     return "\n".join(parts).rstrip()
 
 
 def _keys() -> list[str]:
-    keys = schema_keys()
-    lines = [_key(key) for key in keys if "." not in key.name and key.name != "run_dir"]
+    keys = SET_BY_USERS.values()
+    lines = [_key(key) for key in keys if "." not in key.name]
     config = Config()
     for item in fields(config):
         node = getattr(config, item.name)
@@ -76,7 +85,10 @@ def _keys() -> list[str]:
 
 
 def _key(key: Key) -> str:
-    doc = f"{key.doc} ({' | '.join(key.choices)})" if key.choices and key.name != "recipe" else key.doc
+    words = [" | ".join(choice.value for choice in key.choices) if key.name != "recipe" else ""]
+    words.append("" if key.bounds is None else key.bounds.text)
+    notes = ", ".join(word for word in words if word)
+    doc = f"{key.doc} ({notes})" if notes else key.doc
     return _row(f"  {key.name}={as_text(key.default)}", doc, column=43)
 
 

@@ -1,99 +1,48 @@
-"""What people type: the schema's keys with their documentation, texts that stay texts, typos explained."""
+"""The arguments of a command line: texts that stay texts, and typos explained."""
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
-import re
-import typing
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from olmo_rl import choices, config, sections
-from olmo_rl.config import Config
+from olmo_rl.keys import Key
+from olmo_rl.refusals.rule import KEYS
+
+SET_BY_USERS: dict[str, Key] = {name: key for name, key in KEYS.items() if name != "run_dir"}
+RENAMED = {key.was: key.name for key in KEYS.values() if key.was is not None}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Key:
-    """One key of the schema. `text`: its values are strings. `open`: keys below it are free."""
-
-    name: str
-    default: Any
-    doc: str
-    text: bool
-    open: bool
-    choices: tuple[str, ...] = ()
+def conf_directory() -> Path:
+    """conf/ of a clone, or of the installed package."""
+    clone = Path(__file__).resolve().parent.parent / "conf"
+    return clone if (clone / "train.yaml").is_file() else Path(__file__).resolve().parent / "conf"
 
 
-def field_docs() -> dict[tuple[str, str], str]:
-    """The comment behind every field and every choice of the schema, by class and name."""
-    docs = {}
-    for source in map(inspect.getsource, (config, sections, choices)):
-        lines = source.splitlines()
-        for node in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
-            for statement in node.body:
-                if isinstance(statement, ast.AnnAssign | ast.Assign):
-                    target = (
-                        statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
-                    )
-                    tail = lines[(statement.end_lineno or 1) - 1][statement.end_col_offset or 0 :]
-                    docs[node.name, _member(target)] = tail.strip().removeprefix("#").strip()
-    return docs
-
-
-def _member(target: ast.expr) -> str:
-    """The name that a statement of a class binds; `vars()["import"]` binds a word that Python keeps."""
-    return ast.literal_eval(target.slice) if isinstance(target, ast.Subscript) else ast.unparse(target)
-
-
-def schema_keys() -> list[Key]:
-    """Every key that holds a value, in the order of the schema."""
-    docs = field_docs()
-
-    def walk(node: Any, prefix: str) -> Iterable[Key]:
-        hints = typing.get_type_hints(type(node))
-        for item in fields(node):
-            value, hint = getattr(node, item.name), hints[item.name]
-            if is_dataclass(value):
-                yield from walk(value, f"{prefix}{item.name}.")
-                continue
-            yield Key(
-                name=prefix + item.name,
-                default=value,
-                doc=docs[type(node).__name__, item.name],
-                text=hint in (str, str | None),
-                open="dict" in str(hint),
-                choices=tuple(member.value for member in hint) if isinstance(value, Enum) else (),
-            )
-
-    return list(walk(Config(), ""))
-
-
-def group_choices(conf: Path) -> dict[str, list[str]]:
-    """The choices of every group below the configuration directory, Hydra's own settings aside."""
+def group_choices(*directories: Path) -> dict[str, list[str]]:
+    """The choices of every group below the configuration directories, without Hydra's own settings."""
     groups: dict[str, list[str]] = {}
-    for path in sorted(conf.glob("*/*.yaml")):
-        if path.parent.name != "hydra":
-            groups.setdefault(path.parent.name, []).append(path.stem)
+    for directory in directories:
+        for path in sorted(directory.rglob("*.yaml")):
+            group = path.parent.relative_to(directory).as_posix()
+            if group != "." and group.split("/")[0] != "hydra":
+                groups.setdefault(group, []).append(path.stem)
     return groups
 
 
 def keep_text(arguments: Iterable[str]) -> list[str]:
     """Arguments with values of text keys quoted wherever Hydra's grammar would read something else.
 
-    `run_name=010` and `run_name=1E5` stay what was typed, `rollouts.path=/a/b=c` parses. Quoted values, null,
-    interpolations, sweeps with `choice(...)` and other functions pass as they are.
+    `run_name=010` and `run_name=1E5` stay as typed, `rollouts.path=/a/b=c` parses. Quoted values, null,
+    interpolations, sweeps with `choice(...)` and other functions are not changed.
     """
-    texts = {key.name for key in schema_keys() if key.text}
     result = []
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        is_text = bool(equals) and key.lstrip("+") in texts
-        result.append(f"{key}={_as_text(value)}" if is_text else argument)
+        name, equals, value = argument.partition("=")
+        key = SET_BY_USERS.get(name.lstrip("+"))
+        is_text = bool(equals) and key is not None and key.text
+        result.append(f"{name}={_as_text(value)}" if is_text else argument)
     return result
 
 
@@ -114,35 +63,44 @@ def _as_text(value: str) -> str:
 
 
 def _quote(value: str) -> str:
-    """Hydra's quoting: backslashes count double before a quote."""
-    inner = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value, count=0)
-    return f"'{inner}'"
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text=value, quote=Quote.single).with_quotes()
 
 
-def explain_typos(arguments: Iterable[str], *, groups: dict[str, list[str]]) -> list[str]:
+def texts_of(override: str) -> list[str]:
+    """The values of an override of a text key, one for each job of a sweep over it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import QuotedString
+
+    parsed = OverridesParser.create().parse_override(override)
+    values: Iterable[Any] = parsed.sweep_iterator() if parsed.is_sweep_override() else [parsed.value()]
+    return [value.text if isinstance(value, QuotedString) else str(value) for value in values]
+
+
+def explain_typos(overrides: Iterable[str], *, groups: dict[str, list[str]]) -> list[str]:
     """One line for every override of a key or choice that does not exist, with the nearest that does."""
-    keys = schema_keys()
-    names = [key.name for key in keys] + list(groups)
-    opens = tuple(f"{key.name}." for key in keys if key.open)
+    names = [*SET_BY_USERS, *groups]
+    opens = tuple(f"{key.name}." for key in SET_BY_USERS.values() if key.open)
     lines = []
-    for argument in arguments:
-        key, equals, value = argument.lstrip("+~").partition("=")
-        key = key.partition("@")[0]
-        if argument.startswith("-") or not equals or key.startswith(("hydra.", "hydra/", *opens)):
+    for override in overrides:
+        name, equals, value = override.lstrip("+~").partition("=")
+        name = name.partition("@")[0]
+        if not equals or name.startswith(("hydra.", "hydra/", *opens)):
             continue
-        if key in groups:
-            unknown = [choice for choice in value.split(",") if choice not in groups[key]]
-            if argument.startswith("+") or "." not in value:
-                lines += [
-                    f"{key}={choice}: no such choice{_nearest(choice, groups[key])}" for choice in unknown
-                ]
-        elif key not in names:
-            lines.append(f"{argument}: no such key{_nearest(key, names)}")
+        if name in groups:
+            unknown = [choice for choice in value.split(",") if choice not in groups[name]]
+            if override.startswith("+") or "." not in value:
+                lines += [f"{name}={one}: no such choice{_nearest(one, groups[name])}" for one in unknown]
+        elif name in RENAMED:
+            lines.append(f"{override}: the key has another name now; set {RENAMED[name]}={value}")
+        elif name not in names:
+            lines.append(f"{override}: no such key{_nearest(name, names)}")
     return lines
 
 
 def _nearest(word: str, words: list[str]) -> str:
-    """The word meant, judged whole, then by its last part; all words where none is near and they are few."""
+    """The nearest word, compared whole, then by its last part; else all words if they are few."""
     found = difflib.get_close_matches(word, words, n=1)
     if not found:
         tails = [name.rpartition(".")[2] for name in words]

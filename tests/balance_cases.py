@@ -39,7 +39,6 @@ from olmo_rl.config import (
     PolicyConfig,
     Recompute,
     StrategyConfig,
-    StrategyKind,
     TrainerConfig,
 )
 from olmo_rl.policy.hybrid import HybridDecoder
@@ -84,7 +83,7 @@ def write_inputs(place: str) -> None:
 def config_for(directory: Path, name: str, *, files: str = "input", **sections: Any) -> Config:
     fields: dict[str, Any] = {
         "trainer": TrainerConfig(devices=WORLD, max_steps=2),
-        "strategy": StrategyConfig(kind=StrategyKind.expert_parallel, ep_degree=2, timeout_seconds=SECONDS),
+        "strategy": StrategyConfig(ep_degree=2, timeout_seconds=SECONDS),
         "packing": PackingConfig(kind=PackingKind.consecutive, max_tokens=64),
         "batch": BatchConfig(samples_per_step=24),
         "model": MODEL,

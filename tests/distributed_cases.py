@@ -45,7 +45,6 @@ from olmo_rl.config import (
     SftConfig,
     Source,
     StrategyConfig,
-    StrategyKind,
     TaskConfig,
     TaskKind,
     TrainerConfig,
@@ -129,11 +128,9 @@ class Rank:
 
     def config(self, name: str, *, ep: int | None = None, files: str = "twelve", **sections: Any) -> Config:
         """A run over the collections in `files`; two ranks share experts unless `ep` says otherwise."""
-        kind = StrategyKind.single if self.world == 1 else StrategyKind.expert_parallel
         fields = {
             "trainer": TrainerConfig(devices=self.world, max_steps=1),
             "strategy": StrategyConfig(
-                kind=kind,
                 ep_degree=min(self.world, 2) if ep is None else ep,
                 timeout_seconds=TIMEOUT_SECONDS,
             ),

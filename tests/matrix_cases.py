@@ -40,7 +40,6 @@ from olmo_rl.config import (
     RolloutsConfig,
     Source,
     StrategyConfig,
-    StrategyKind,
     TaskConfig,
     TrainerConfig,
 )
@@ -289,7 +288,6 @@ class Recorder(Callback):
 
 def config_of(cell: Cell, *, directory: Path) -> Config:
     consecutive = PackingConfig(kind=PackingKind.consecutive, max_tokens=BUDGET)
-    kind = StrategyKind.single if cell.world == 1 else StrategyKind.expert_parallel
     files = files_of(directory, cell.files, world=cell.world)
     return Config(
         run_name="matrix",
@@ -310,7 +308,7 @@ def config_of(cell: Cell, *, directory: Path) -> Config:
             lr=1e-3 if cell.double else 1e-12, warmup_steps=0, max_grad_norm=cell.max_grad_norm
         ),
         trainer=TrainerConfig(devices=cell.world, max_steps=UPDATES),
-        strategy=StrategyConfig(kind=kind, ep_degree=cell.ep, timeout_seconds=TIMEOUT_SECONDS),
+        strategy=StrategyConfig(ep_degree=cell.ep, timeout_seconds=TIMEOUT_SECONDS),
         callbacks=CallbacksConfig(progress=False, pictures=False),
     )
 

@@ -25,8 +25,18 @@ from olmo_rl.backends import (
     linear_of,
     missing,
 )
-from olmo_rl.choices import Attention, Dtype, LayerType, PackingKind
-from olmo_rl.config import Config, ModelConfig, PackingConfig, PolicyConfig, QkNorm, TrainerConfig
+from olmo_rl.config import (
+    Attention,
+    Config,
+    Dtype,
+    LayerType,
+    ModelConfig,
+    PackingConfig,
+    PackingKind,
+    PolicyConfig,
+    QkNorm,
+    TrainerConfig,
+)
 from olmo_rl.data.packs import PackContext
 from olmo_rl.policy import kernels
 from olmo_rl.policy.attention import DocumentAttention, document_attention, rotate

@@ -21,8 +21,15 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from training_cases import config_of, files, fit, write_files
 
-from olmo_rl.choices import PackingKind
-from olmo_rl.config import ModelConfig, PackingConfig, PolicyConfig, Recompute, ScoringConfig, TrainerConfig
+from olmo_rl.config import (
+    ModelConfig,
+    PackingConfig,
+    PackingKind,
+    PolicyConfig,
+    Recompute,
+    ScoringConfig,
+    TrainerConfig,
+)
 from olmo_rl.data.packs import PackContext, RouteMode, RouteTrace
 from olmo_rl.policy import titan
 from olmo_rl.policy.compiling import GraphLog, compile_regions, region

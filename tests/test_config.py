@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -14,11 +15,23 @@ from composing import CONF, GROUPS, ROOT, compose, compose_fast, header_commands
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from olmo_rl import choices
+from olmo_rl import config as schema
 from olmo_rl.cli import Jobs, attempt, clear
-from olmo_rl.config import Config, PackingConfig, PackingKind, Recipe, RolloutsConfig, Source, StrategyKind
-from olmo_rl.manual import WIDTH, manual
-from olmo_rl.overrides import explain_typos, field_docs, keep_text, schema_keys
+from olmo_rl.config import (
+    RECIPES,
+    Config,
+    PackingConfig,
+    PackingKind,
+    Recipe,
+    RolloutsConfig,
+    Source,
+    StrategyConfig,
+)
+from olmo_rl.keys import Choice
+from olmo_rl.manual import EXIT_CODES, WIDTH, manual
+from olmo_rl.overrides import SET_BY_USERS, explain_typos, keep_text
+from olmo_rl.reference import pages
+from olmo_rl.refusals import WRITTEN
 from olmo_rl.types import Refusal
 
 CHOICES = [(group, choice) for group, choices in GROUPS.items() for choice in choices]
@@ -31,17 +44,26 @@ def test_every_yaml_file_has_at_most_twenty_lines_and_says_what_it_is() -> None:
         assert path.name.startswith("consecutive_") or lines[0].startswith("#"), path
 
 
-def test_every_key_has_a_documentation_of_one_line() -> None:
-    for key in schema_keys():
+def test_every_key_and_recipe_has_a_documentation_of_one_line() -> None:
+    for key in SET_BY_USERS.values():
         assert 3 <= len(key.doc) <= 90, key.name
-    docs = field_docs()
-    assert all(docs["Recipe", recipe.name] for recipe in Recipe)
+        assert "\n" not in key.doc
+    assert list(RECIPES) == list(Recipe)
+    assert all(entry.doc for entry in RECIPES.values())
 
 
-def test_names_of_enumerations_are_what_people_type() -> None:
-    for kind in vars(choices).values():
-        if isinstance(kind, type) and issubclass(kind, Enum):
-            assert all(member.name == member.value for member in kind)
+def test_names_of_enumerations_are_spelt_as_they_are_typed() -> None:
+    kinds = [kind for kind in vars(schema).values() if isinstance(kind, type) and issubclass(kind, Enum)]
+    assert len(kinds) > 20
+    for kind in kinds:
+        assert all(member.name == member.value for member in kind)
+        assert kind in (Recipe, Choice) or all(isinstance(member.doc, str) for member in kind)
+
+
+def test_every_recipe_names_a_function_that_exists() -> None:
+    for entry in RECIPES.values():
+        module, _, function = entry.entry.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_every_choice_of_every_group_composes_into_the_one_schema() -> None:
@@ -81,7 +103,7 @@ def test_files_as_source_leave_nothing_of_the_local_engine_behind() -> None:
 def test_another_choice_of_a_group_leaves_nothing_of_the_experiments_choice_behind() -> None:
     config = compose("+experiment=packed_moe", "packing=none", "strategy=single", "trainer=cpu")
     assert config.packing == PackingConfig(kind=PackingKind.none)
-    assert (config.strategy.kind, config.strategy.ep_degree) == (StrategyKind.single, 1)
+    assert config.strategy == StrategyConfig()
     assert config.world_size == 1
 
 
@@ -96,7 +118,7 @@ def test_unpacked_moe_is_packed_moe_without_packing() -> None:
 
 def test_packed_moe_has_each_mixer_a_latent_and_a_shared_expert_and_both_kinds_of_layer() -> None:
     model = compose("+experiment=packed_moe").model
-    assert {layer.name for layer in model.layer_types} == {kind.name for kind in choices.LayerType}
+    assert {layer.name for layer in model.layer_types} == {kind.name for kind in schema.LayerType}
     assert 0 < len(model.routed_layers) < len(model.layer_types)
     assert model.latent_dim is not None
     assert 0 < model.latent_dim < model.dim
@@ -183,7 +205,6 @@ def test_what_is_no_typo_is_not_called_one() -> None:
         "packing=none,consecutive",
         "task.parameters.digits=3",
         "seed=1",
-        "-m",
     ]
     rights += ["hydra.job.num=1", "hydra/launcher=basic", "model.layer_types=[full_attention]"]
     assert explain_typos(rights, groups=GROUPS) == []
@@ -195,8 +216,27 @@ def test_the_manual_names_every_recipe_choice_and_key_at_a_hundred_columns() -> 
     words = text.split()
     assert all(recipe.value in words for recipe in Recipe)
     assert all(choice in words for _, choice in CHOICES)
-    for key in schema_keys():
-        assert key.name == "run_dir" or f"  {key.name}=" in text
+    for name in SET_BY_USERS:
+        assert f"  {name}=" in text
+
+
+def test_the_reference_has_a_row_for_every_key_rule_recipe_choice_and_exit_code(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "olmo_rl.reference", "--output", str(tmp_path)], check=True, cwd=ROOT
+    )
+    text = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert text == pages()
+    for name in SET_BY_USERS:
+        assert f"\n| `{name}` |" in text["configuration.md"]
+    assert all(f"| {rule.refuses} | {rule.fix} |" in text["refusals.md"] for rule in WRITTEN)
+    words = [f"`recipe={recipe.value}`" for recipe in Recipe] + [f"`{code}`" for code in EXIT_CODES]
+    assert all(word in text["command_line.md"] for word in words)
+    assert all(f"`{choice}`" in text["command_line.md"] for _, choice in CHOICES)
+    (row,) = [line for line in text["configuration.md"].splitlines() if line.startswith("| `serve.port` |")]
+    assert row == (
+        "| `serve.port` | integer | `8000` | 0 = any free one, which is printed | in [0, 65535] | "
+        "no effect without recipe=serve |"
+    )
 
 
 def test_the_topology_of_a_plan_may_be_another_machines() -> None:

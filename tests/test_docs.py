@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from documents import PAGES, ROOT
 
-from olmo_rl.refusals import markdown
+from olmo_rl.reference import pages
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FILE = re.compile(r"`((?:olmo_rl|recipes|benchmarks|conf|launch|tests|docs|examples)/[\w./-]+)`")
-GENERATED = ("refusals.md",)
+GENERATED = tuple(f"reference/{name}" for name in pages())
 PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -32,7 +32,9 @@ def test_links_to_files_and_files_named_in_code_exist(page: Path) -> None:
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "build" / "docs")
     shutil.copy(ROOT / "zensical.toml", tmp_path)
-    (tmp_path / "build" / "docs" / "refusals.md").write_text(f"# Refusals\n\n{markdown()}\n")
+    (tmp_path / "build" / "docs" / "reference").mkdir()
+    for name, text in pages().items():
+        (tmp_path / "build" / "docs" / "reference" / name).write_text(text)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert built.returncode == 0, built.stdout + built.stderr

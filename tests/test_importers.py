@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from olmo_rl.choices import ImportSource
 from olmo_rl.cli import run as run_command
-from olmo_rl.config import ImportsConfig
+from olmo_rl.config import ImportsConfig, ImportSource
 from olmo_rl.data.files import read_collection
 from olmo_rl.rollouts.captures import inspect_routes
 from olmo_rl.rollouts.importers import ImportReport, import_file, import_paths
@@ -561,7 +560,7 @@ def test_the_command_writes_files_that_a_plan_and_training_accept(
     layers = len(compose_fast(*MODEL).model.routed_layers)
     samples = [dumped(n, rollout_routed_experts=routes_of(n, layers=layers)) for n in range(4)]
     dump(tmp_path / "rollout_0.pt", *samples)
-    arguments = ["recipe=import", "source=miles", "path=rollout_0.pt", "run_name=i", *MODEL]
+    arguments = ["recipe=import", "imports.source=miles", "imports.path=rollout_0.pt", "run_name=i", *MODEL]
     assert run_command(arguments) == 0
     out = capsys.readouterr().out
     assert "outputs/i/rollouts" in out
@@ -583,7 +582,14 @@ def test_a_refused_import_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     dump(tmp_path / "a.pt", dumped(0))
     dump(tmp_path / "b.pt", dumped(0, reward=None))
-    arguments = ["recipe=import", "source=miles", "path=.", "run_name=i", "policy.replay=false", *MODEL]
+    arguments = [
+        "recipe=import",
+        "imports.source=miles",
+        "imports.path=.",
+        "run_name=i",
+        "policy.replay=false",
+        *MODEL,
+    ]
     assert run_command(arguments) == 2
     assert "b.pt sample 0: " in capsys.readouterr().err
     assert not (tmp_path / "outputs/i/rollouts").exists()

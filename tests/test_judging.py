@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from olmo_rl.choices import OnVerifierFailure
-from olmo_rl.config import TaskConfig, TaskKind
+from olmo_rl.config import OnVerifierFailure, TaskConfig, TaskKind
 from olmo_rl.data.judging import MATH, build_judge, math_answer
 from olmo_rl.data.tasks import build_task, is_held_out
 from olmo_rl.types import Refusal

@@ -29,7 +29,6 @@ from olmo_rl.config import (
     RolloutsConfig,
     Source,
     StrategyConfig,
-    StrategyKind,
     TaskConfig,
     TaskKind,
     TrainerConfig,
@@ -82,9 +81,7 @@ def run_rank(config: Config) -> None:
 def config_for(directory: Path, name: str, **sections: Any) -> Config:
     fields: dict[str, Any] = {
         "trainer": TrainerConfig(devices=RANKS, max_steps=4),
-        "strategy": StrategyConfig(
-            kind=StrategyKind.expert_parallel, ep_degree=2, timeout_seconds=TIMEOUT_SECONDS
-        ),
+        "strategy": StrategyConfig(ep_degree=2, timeout_seconds=TIMEOUT_SECONDS),
         "callbacks": CallbacksConfig(progress=False, pictures=False, checkpoint_interval=None),
     }
     return config_of(directory / name, **(fields | sections))

@@ -1,8 +1,7 @@
-"""The table of refusals, row by row, and what the command line makes of it."""
+"""recipe=validate, and refusals on the command line; test_rules.py has the rules themselves."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -18,9 +17,8 @@ from omegaconf import OmegaConf
 from olmo_rl.cli import run as run_command
 from olmo_rl.config import Config, ModelConfig, Recipe
 from olmo_rl.data.files import write_collection
-from olmo_rl.overrides import schema_keys
 from olmo_rl.policy.interop import parameter_shapes
-from olmo_rl.refusals import RULES, Rule, refusals
+from olmo_rl.refusals import refusals
 from olmo_rl.run_directory import finish_checkpoint
 from olmo_rl.types import Collection, Refusal, Sample
 from recipes import validate
@@ -28,56 +26,13 @@ from recipes import validate
 TRIO = ("policy.attention=torch", "packing.max_tokens=8", "trainer.devices=3")
 
 
-def rule_name(rule: Rule) -> str:
-    return " ".join(rule.example)
-
-
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that holds a run without a complete checkpoint, for rows that look at the disk."""
+    """A directory that holds a run without a complete checkpoint, for rules that read the disk."""
     directory = tmp_path_factory.mktemp("run")
     (directory / "metrics.csv").write_text("step\n")
     (directory / "checkpoints" / "step-3.incomplete").mkdir(parents=True)
     return directory
-
-
-@functools.cache
-def broken(rule: Rule, run: Path) -> Config:
-    example = [text.replace("{run}", str(run)) for text in rule.example]
-    return compose_fast("+experiment=packed_moe", *example)
-
-
-@pytest.mark.parametrize("rule", RULES, ids=rule_name)
-def test_every_row_refuses_its_example_by_key_value_and_fix(rule: Rule, run_directory: Path) -> None:
-    config = broken(rule, run_directory)
-    line = rule.check(config)
-    assert line is not None
-    assert line in refusals(config)
-    named, colon, rest = line.partition(": ")
-    assert colon
-    assert rest == f"{rule.refuses}; {rule.fix}"
-    assert {pair.partition("=")[0] for pair in named.split(" ")} <= set(rule.keys)
-    assert "\n" not in line
-
-
-@pytest.mark.parametrize("rule", RULES, ids=rule_name)
-def test_a_plan_walks_the_rows_marked_for_it_and_no_other(rule: Rule, run_directory: Path) -> None:
-    config = broken(rule, run_directory)
-    # Under recipe=plan a row may hold, break, or find no cause; one that is not marked never shows.
-    planned = refusals(replace(config, recipe=Recipe.plan))
-    expected = [row.check(replace(config, recipe=Recipe.plan)) for row in RULES if row.planning]
-    assert planned == [line for line in expected if line is not None]
-    assert rule.planning or not any(line.endswith(f"{rule.refuses}; {rule.fix}") for line in planned)
-
-
-def test_rows_name_keys_that_exist_and_are_told_apart() -> None:
-    known = {key.name for key in schema_keys()} | set(GROUPS)
-    for rule in RULES:
-        assert set(rule.keys) <= known, rule
-        assert rule.refuses
-        assert rule.fix
-        assert "|" not in rule.refuses + rule.fix
-    assert len({rule.example for rule in RULES}) == len(RULES)
 
 
 @pytest.mark.parametrize("experiment", GROUPS["experiment"])
@@ -311,6 +266,35 @@ def test_a_sweep_goes_on_after_a_refused_job_and_ends_with_its_code(tmp_path: Pa
         config = OmegaConf.load(sweep / str(job) / ".hydra" / "config.yaml")
         assert config.packing.max_tokens == budget
         assert (sweep / str(job) / "plan.json").exists() == (budget > 64)
+
+
+@pytest.mark.parametrize("flag", ["--config-dir={}", "--config-dir {}", "-cd {}", "--config-d={}"])
+def test_an_experiment_of_ones_own_directory_is_found_by_every_spelling_of_the_flag(
+    flag: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mine" / "experiment").mkdir(parents=True)
+    (here / "mine" / "experiment" / "own.yaml").write_text(
+        "# @package _global_\ndefaults: [packed_moe, _self_]\npacking: {max_tokens: 8}\n"
+    )
+    flags = flag.format(here / "mine").split()
+    assert run_command([*flags, "+experiment=own", "recipe=plan"]) == 2
+    assert "packing.max_tokens=8 model.max_seq_len=64" in capsys.readouterr().err
+    assert run_command([*flags, "+experiment=ownn", "recipe=plan"]) == 1
+    assert "experiment=ownn: no such choice; did you mean own?" in capsys.readouterr().err
+    assert run_command([*flags, "+experiment=own", "packing.max_tokens=6k"]) == 1
+    assert "no such choice" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("source=miles", "imports.source=miles"), ("path=a.pt", "imports.path=a.pt")]
+)
+def test_a_renamed_key_is_refused_with_its_new_name(
+    old: str, new: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["recipe=import", old]) == 1
+    assert capsys.readouterr().err == f"{old}: the key has another name now; set {new}\n"
+    assert run_command(["recipe=import", f"+{old}"]) == 1
+    assert f"set {new}" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from olmo_rl.choices import OnVerifierFailure
-from olmo_rl.config import TaskConfig
+from olmo_rl.config import OnVerifierFailure, TaskConfig
 from olmo_rl.types import Interrupted, Refusal
 
 MATH = "olmo_rl.data.judging.math_answer"

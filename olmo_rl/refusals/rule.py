@@ -1,4 +1,4 @@
-"""One row of the table of refusals, and the small vocabulary its conditions are written in."""
+"""One rule of the configuration, the helpers its conditions use, and the rules generated from keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any
 
-from olmo_rl.config import Config, Recipe
+from olmo_rl.config import Config
+from olmo_rl.keys import Bounds, Key, Needs, keys_of
+
+DEFAULTS = Config()
+KEYS: dict[str, Key] = {key.name: key for key in keys_of(DEFAULTS)}
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -35,9 +39,9 @@ def as_text(value: object) -> str:
     return str(value)
 
 
-def under(group: str, names: str) -> tuple[str, ...]:
-    """Dotted keys of several names of a group, given in one string."""
-    return tuple(f"{group}.{name}" for name in names.split())
+def assignments(config: Config, keys: list[str]) -> str:
+    """Keys with their values, as one would type them."""
+    return " ".join(f"{key}={as_text(value_of(config, key))}" for key in keys)
 
 
 def always(config: Config) -> bool:
@@ -46,62 +50,84 @@ def always(config: Config) -> bool:
 
 
 def every(config: Config, key: str) -> bool:
-    """Picks all keys of a row."""
+    """Selects all keys of a rule."""
     return True
 
 
 def changed(config: Config, key: str) -> bool:
-    """Picks keys that differ from the schema's default."""
-    return bool(value_of(config, key) != value_of(Config(), key))
-
-
-def below(minimum: int) -> Callable[[Config, str], bool]:
-    """Picks keys whose value lies below `minimum`; null passes."""
-    return lambda config, key: (value := value_of(config, key)) is not None and value < minimum
-
-
-def outside(low: float, high: float) -> Callable[[Config, str], bool]:
-    """Picks keys whose value does not lie in (low, high); NaN is outside, null passes."""
-    return lambda config, key: (value := value_of(config, key)) is not None and not low < value < high
-
-
-def outside_from(low: float, high: float) -> Callable[[Config, str], bool]:
-    """Picks keys whose value does not lie in [low, high); NaN is outside, null passes."""
-    return lambda config, key: (value := value_of(config, key)) is not None and not low <= value < high
+    """Selects keys that differ from the schema's default."""
+    return bool(value_of(config, key) != value_of(DEFAULTS, key))
 
 
 def undivided(whole: int, parts: int) -> bool:
-    """Whether `parts` does not divide `whole`; values below 1 are another row's."""
+    """Whether `parts` does not divide `whole`; values below 1 break another rule."""
     return whole > 0 and parts > 0 and whole % parts != 0
-
-
-def trains(config: Config) -> bool:
-    """Whether the configuration is judged as a training run; recipe=validate judges it as one."""
-    return config.recipe in (Recipe.train, Recipe.sft, Recipe.validate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One row. A configuration breaks it when `when` holds, through those of `keys` that `select` picks; it
-    keeps it when none is picked. A key that names a group stands for its `kind` or `source`. `example`:
-    overrides of `+experiment=packed_moe` that break it; a {name} there is filled by the test that walks the
-    table. `planning`: recipe=plan walks the row too.
+    """A configuration breaks a rule when `when` holds and `select` picks at least one of `keys`.
+
+    `keys`: dotted names, separated by spaces; the name of a group stands for its `kind` or `source`.
+    `restore`: the first remedy is the default of the picked keys, `fix` is a further one and may be "".
+    `planning`: recipe=plan checks the rule too.
     """
 
-    keys: tuple[str, ...]
+    keys: str
     refuses: str
-    fix: str
-    example: tuple[str, ...]
+    fix: str = ""
     when: Callable[[Config], bool] = always
     select: Callable[[Config, str], bool] = every
     planning: bool = False
+    restore: bool = False
 
     def check(self, config: Config) -> str | None:
-        """One line with keys, values, reason and fix; None where the row is kept."""
+        """One line with keys, values, reason and fix; None where the rule holds."""
         if not self.when(config):
             return None
-        keys = [key for key in self.keys if self.select(config, key)]
+        keys = [key for key in self.keys.split() if self.select(config, key)]
         if not keys:
             return None
-        values = " ".join(f"{key}={as_text(value_of(config, key))}" for key in keys)
-        return f"{values}: {self.refuses}; {self.fix}"
+        fixes = [f"leave {assignments(DEFAULTS, keys)}"] if self.restore else []
+        if self.fix:
+            fixes.append(self.fix)
+        return f"{assignments(config, keys)}: {self.refuses}; {', or '.join(fixes)}"
+
+
+def generated() -> tuple[Rule, ...]:
+    """The rules that the schema states: one for every interval and for every condition of an effect."""
+    bounds: dict[Bounds, list[str]] = {}
+    needs: dict[Needs, list[str]] = {}
+    for key in KEYS.values():
+        if key.bounds is not None:
+            bounds.setdefault(key.bounds, []).append(key.name)
+        for need in key.needs:
+            needs.setdefault(need, []).append(key.name)
+    return (
+        *(_bound_rule(bound, keys) for bound, keys in bounds.items()),
+        *(_need_rule(need, keys) for need, keys in needs.items()),
+    )
+
+
+def _bound_rule(bounds: Bounds, keys: list[str]) -> Rule:
+    kind = "whole number" if bounds.whole else "number" if bounds.max is not None else "finite number"
+    words = f"of {bounds.text}" if bounds.text.startswith("at least") else bounds.text
+    return Rule(
+        keys=" ".join(keys),
+        refuses=f"not a {kind} {words}".rstrip(),
+        fix=f"give a {kind} {words}".rstrip(),
+        select=lambda c, key: (value := value_of(c, key)) is not None and not bounds.contain(value),
+        planning=True,
+    )
+
+
+def _need_rule(need: Needs, keys: list[str]) -> Rule:
+    return Rule(
+        keys=" ".join(keys),
+        refuses=f"no effect {need.reason}",
+        fix=need.fix,
+        when=lambda c: not need.holds(c),
+        select=changed,
+        planning=need.planning,
+        restore=True,
+    )

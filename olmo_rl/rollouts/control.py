@@ -16,8 +16,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from olmo_rl.choices import Source
-from olmo_rl.config import RolloutsConfig
+from olmo_rl.config import RolloutsConfig, Source
 from olmo_rl.rollouts.answers import EngineFault
 from olmo_rl.rollouts.collective import Broadcaster
 

@@ -27,8 +27,7 @@ import httpx
 import torch
 from torch import Tensor
 
-from olmo_rl.choices import PublicationKind, Source
-from olmo_rl.config import RolloutsConfig
+from olmo_rl.config import PublicationKind, RolloutsConfig, Source
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.answers import EngineFault, fitting_answer, generation_of
 from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS, Control, Engine

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.choices import ImportSource
-from olmo_rl.config import ImportsConfig
+from olmo_rl.config import ImportsConfig, ImportSource
 from olmo_rl.data.validation import check_sample, checked_routes
 from olmo_rl.rollouts.captures import inspect_routes
 from olmo_rl.rollouts.completions import read_completions
@@ -98,12 +97,12 @@ def import_paths(path: Path, *, source: ImportSource) -> list[Path]:
     if path.is_dir():
         found = sorted(p for p in path.iterdir() if p.suffix in suffixes and not p.name.startswith("."))
         if not found:
-            raise Refusal(f"path={path}: the directory holds no {' or '.join(suffixes)} file")
+            raise Refusal(f"imports.path={path}: the directory holds no {' or '.join(suffixes)} file")
         return found
     if not path.is_file():
-        raise Refusal(f"path={path}: there is no such file or directory")
+        raise Refusal(f"imports.path={path}: there is no such file or directory")
     if path.suffix not in suffixes:
-        raise Refusal(f"path={path}: source={source.value} reads {' or '.join(suffixes)}")
+        raise Refusal(f"imports.path={path}: imports.source={source.value} reads {' or '.join(suffixes)}")
     return [path]
 
 

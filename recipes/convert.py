@@ -1,4 +1,4 @@
-"""Rollouts that another system recorded -> rollout files of ours, and a report of what they hold. No GPU."""
+"""recipe=import: convert rollouts of another system into rollout files, and report their contents. No GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from olmo_rl.rollouts.wire import RouteAxis
 
 
 def run(config: Config) -> None:
-    """Read every file of `path`, then write: a refusal leaves nothing behind."""
-    assert config.source is not None, "refusals require source"
-    assert config.path is not None, "refusals require path"
+    """Read every file of `imports.path`, then write: a refusal leaves nothing behind."""
+    source, recorded = config.imports.source, config.imports.path
+    assert source is not None, "refusals require imports.source"
+    assert recorded is not None, "refusals require imports.path"
     layout = config.model.expert_layout if config.replay else None
     axis = None
     if layout is not None:
@@ -25,12 +26,12 @@ def run(config: Config) -> None:
     found = [
         import_file(
             path,
-            source=config.source,
+            source=source,
             options=config.imports,
             axis=axis,
             vocab_size=config.model.vocab_size,
         )
-        for path in import_paths(Path(config.path), source=config.source)
+        for path in import_paths(Path(recorded), source=source)
     ]
     directory = Path(config.run_dir) / "rollouts"
     for number, (collection, _) in enumerate(found):
@@ -38,7 +39,7 @@ def run(config: Config) -> None:
     reports = [report.as_json() for _, report in found]
     path = Path(config.run_dir) / "import_report.json"
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps({"source": config.source.value, "files": reports}, indent=2) + "\n")
+    scratch.write_text(json.dumps({"source": source.value, "files": reports}, indent=2) + "\n")
     scratch.replace(path)
     console = Console()
     for _, report in found:

@@ -1,5 +1,0 @@
-"""Print the table of refusals as markdown."""
-
-from olmo_rl.refusals import markdown
-
-print(markdown())
