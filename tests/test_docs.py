@@ -38,7 +38,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert built.returncode == 0, built.stdout + built.stderr
-    pages = list((tmp_path / "build" / "site").rglob("*.html"))
-    assert len(pages) > len(PAGE_NAMES) - 2
+    html = list((tmp_path / "build" / "site").rglob("*.html"))
+    assert len(html) > len(PAGE_NAMES) - 2
     loaded = re.compile(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^\s>]+")
-    assert [found for page in pages for found in loaded.findall(page.read_text())] == []
+    assert [found for page in html for found in loaded.findall(page.read_text())] == []
