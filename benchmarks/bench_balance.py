@@ -29,8 +29,8 @@ from olmo_rl.config import BalanceConfig, BalanceKind, Config
 from olmo_rl.data.files import write_collection
 from olmo_rl.planning.search import compile_kernels
 from olmo_rl.planning.synthetic import synthetic_collection
-from olmo_rl.training.metrics_csv import read_metrics
-from olmo_rl.training.processes import run_ranks
+from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import Topology
 from recipes.train import train
 

@@ -99,7 +99,7 @@ def measure(config: Config) -> dict[str, float]:
     process.join()
     if process.exitcode != 0:
         raise SystemExit(process.exitcode or 1)
-    from olmo_rl.training.metrics_csv import read_metrics
+    from olmo_rl.running.metrics_csv import read_metrics
 
     rows = read_metrics(Path(config.run_dir) / "metrics.csv")[1:]
     contract = (Path(config.run_dir) / "training_contract_rank0.jsonl").read_text().splitlines()

@@ -181,7 +181,7 @@ def measure(config: Config, *, setting: Setting) -> dict[str, float]:
     if process.exitcode != 0:
         print((Path(config.run_dir) / "out").read_text())
         raise SystemExit(process.exitcode or 1)
-    from olmo_rl.training.metrics_csv import read_metrics
+    from olmo_rl.running.metrics_csv import read_metrics
 
     run_dir = Path(config.run_dir)
     rows = read_metrics(run_dir / "metrics.csv")[setting.warm :]
@@ -240,7 +240,7 @@ def utilisation(rows: Sequence[dict[str, float]], *, config: Config, setting: Se
 
 def train_quietly(config: Config) -> None:
     """One arm, without its closing table."""
-    from olmo_rl.training.processes import run_ranks
+    from olmo_rl.running.ranks import run_ranks
 
     Path(config.run_dir).mkdir(parents=True)
     with open(Path(config.run_dir) / "out", "w") as out, contextlib.redirect_stdout(out):
@@ -251,7 +251,7 @@ def train_and_publish(config: Config) -> None:
     """Train on files, and hand weights to an engine as a run that generates does."""
     from lightning.pytorch import Callback
 
-    from olmo_rl.training.build import build_local
+    from olmo_rl.collections.generation import build_local
     from recipes.train import train
 
     class Publisher(Callback):

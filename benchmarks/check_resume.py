@@ -320,7 +320,7 @@ def contents(checkpoint: Path) -> dict[str, Any]:
 
 
 def rows_of(run_dir: Path) -> dict[str, Any]:
-    from olmo_rl.training.metrics_csv import read_metrics
+    from olmo_rl.running.metrics_csv import read_metrics
 
     rows = read_metrics(run_dir / "metrics.csv")
     return {name: [row.get(name) for row in rows] for name in EQUAL_COLUMNS}
@@ -337,7 +337,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
 def run_once() -> None:
     """A process of its own: compose the run that the argument describes, then start its ranks."""
     from olmo_rl.cli import clear, compose
-    from olmo_rl.training.processes import run_ranks
+    from olmo_rl.running.ranks import run_ranks
 
     job = json.loads(sys.argv[1])
     config = compose(job["overrides"], run_dir=job["run_dir"])

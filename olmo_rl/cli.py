@@ -202,7 +202,7 @@ def run_recipe(config: Config) -> None:
         getattr(importlib.import_module(module), function)(config)
         return
     from olmo_rl.data.preflight import refuse_files, refuse_supervised
-    from olmo_rl.training.processes import run_ranks
+    from olmo_rl.running.ranks import run_ranks
 
     if config.recipe is Recipe.train:
         refuse_files(config)

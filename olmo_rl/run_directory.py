@@ -1,4 +1,4 @@
-"""Where a run leaves its checkpoints, which of them are whole, and the exit code that asks to be resumed.
+"""Where a run leaves its checkpoints, which of them are whole, and which one a run resumes from.
 
 A checkpoint is a directory `checkpoints/step-<n>`. It is written under another name and renamed when all of
 it is on disk; its manifest, written last, lists every file with its size in bytes. So a checkpoint whose
@@ -12,6 +12,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+
+from olmo_rl.config import Config
+from olmo_rl.types import Refusal
 
 EXIT_INTERRUPTED = 75  # interrupted; a checkpoint to resume from is there
 MANIFEST = "manifest.json"
@@ -62,6 +65,40 @@ def checkpoint_fault(path: str | Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} holds {file.stat().st_size} bytes of {size}"
     return None
+
+
+def resolve_checkpoint(config: Config) -> str | None:
+    """The directory that `ckpt_path` names, None for a fresh run. `last` is the newest complete checkpoint.
+
+    Raises Refusal where there is none.
+    """
+    if config.ckpt_path is None:
+        return None
+    if config.ckpt_path == "last":
+        found = complete_checkpoints(config.run_dir)
+        if not found:
+            raise Refusal(
+                f"ckpt_path=last: {checkpoint_directory(config.run_dir)} holds no complete checkpoint: "
+                "start with ckpt_path=null overwrite=true, or give a path"
+            )
+        return str(found[-1])
+    fault = checkpoint_fault(config.ckpt_path)
+    if fault is not None:
+        raise Refusal(f"ckpt_path={config.ckpt_path}: no whole checkpoint, {fault}: give another, or last")
+    return config.ckpt_path
+
+
+def passed_over(config: Config) -> list[str]:
+    """One line for every damaged checkpoint that `ckpt_path=last` skips, newest first."""
+    if config.ckpt_path != "last":
+        return []
+    lines = []
+    for path in reversed(named_checkpoints(config.run_dir)):
+        fault = checkpoint_fault(path)
+        if fault is None:
+            break
+        lines.append(f"{path} is damaged, {fault}: passed over")
+    return lines
 
 
 def finish_checkpoint(scratch: Path, *, final: Path) -> None:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from olmo_rl.collections.generation import build_parts
+from olmo_rl.collections.sources import GeneratingSource
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
-from olmo_rl.training.build import build_parts, build_trainer
+from olmo_rl.running.trainer import build_trainer
+from olmo_rl.running.upcycled import upcycled
+from olmo_rl.running.warm_start import warm_start
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.sources import GeneratingSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.upcycled import upcycled
 from olmo_rl.training.update import POLICY
-from olmo_rl.training.warm_start import warm_start
 
 
 def generate(config: Config) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from olmo_rl.collections.datamodule import RolloutDataModule
+from olmo_rl.collections.sources import FileSource
 from olmo_rl.config import Config
 from olmo_rl.data.packs import Pack, PackedBatch
-from olmo_rl.training.build import build_trainer
-from olmo_rl.training.datamodule import RolloutDataModule
+from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.sources import FileSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY, score_pack, scored_slots
 

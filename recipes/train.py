@@ -9,22 +9,21 @@ from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
 
+from olmo_rl.collections.datamodule import RolloutDataModule
+from olmo_rl.collections.generation import RolloutParts, build_parts
+from olmo_rl.collections.sources import FileSource, GeneratingSource
+from olmo_rl.collections.sources import Source as RolloutSource
 from olmo_rl.config import Config
-from olmo_rl.run_directory import EXIT_INTERRUPTED
-from olmo_rl.training.build import RolloutParts, build_parts
-from olmo_rl.training.callbacks import ContractLog, Evaluation
-from olmo_rl.training.checkpoints import resolve_checkpoint
-from olmo_rl.training.datamodule import RolloutDataModule
-from olmo_rl.training.fit import fit
-from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.run_directory import EXIT_INTERRUPTED, resolve_checkpoint
+from olmo_rl.running.callbacks import ContractLog, Evaluation
+from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.running.pictures import draw_reward
+from olmo_rl.running.trainer import fit
+from olmo_rl.running.upcycled import upcycled
+from olmo_rl.running.warm_start import warm_start
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.pictures import draw_reward
-from olmo_rl.training.sources import FileSource, GeneratingSource
-from olmo_rl.training.sources import Source as RolloutSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.upcycled import upcycled
 from olmo_rl.training.update import POLICY
-from olmo_rl.training.warm_start import warm_start
 
 CLOSING_METRICS = (
     "reward/mean",

@@ -26,6 +26,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_cases import MODEL, config_of, masked, samples_of, write_files
 
+from olmo_rl.collections.datamodule import RolloutDataModule
+from olmo_rl.collections.sources import FileSource
 from olmo_rl.config import (
     BatchConfig,
     BlockNorms,
@@ -54,13 +56,11 @@ from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import read_weights
 from olmo_rl.policy.sharded import FullWeights
 from olmo_rl.rollouts.engines import RemoteEngine
-from olmo_rl.training.build import build_trainer
-from olmo_rl.training.callbacks import ContractLog
-from olmo_rl.training.datamodule import RolloutDataModule
-from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.running.callbacks import ContractLog
+from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.remote import Publication
-from olmo_rl.training.sources import FileSource
+from olmo_rl.training.publication import Publication
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY
 from olmo_rl.types import Refusal, Sample

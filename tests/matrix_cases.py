@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from olmo_rl.collections.datamodule import RolloutDataModule
+from olmo_rl.collections.sources import FileSource
 from olmo_rl.config import (
     BatchConfig,
     CallbacksConfig,
@@ -47,10 +49,8 @@ from olmo_rl.data.files import write_collection
 from olmo_rl.data.packs import PackedBatch
 from olmo_rl.planning.loads import tail_routes
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.training.build import build_trainer
-from olmo_rl.training.datamodule import RolloutDataModule
+from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.sources import FileSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY
 from olmo_rl.types import Collection, Sample, Topology

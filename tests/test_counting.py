@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from training_cases import LAYOUT, samples_of
 
+from olmo_rl.collections.load_counting import LoadCounter
 from olmo_rl.planning.loads import collection_loads
-from olmo_rl.training.counting import LoadCounter
 from olmo_rl.types import Refusal, Topology
 
 TOPOLOGY = Topology(4, 2)

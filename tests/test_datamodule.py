@@ -10,6 +10,8 @@ import pytest
 from oracle import group_advantages
 from training_cases import SHAPES, Run, config_of, fit, masked, samples_of, write_files
 
+from olmo_rl.collections.collecting import Drawn, cut
+from olmo_rl.collections.load_counting import LoadCounter
 from olmo_rl.config import (
     BatchConfig,
     Config,
@@ -25,8 +27,6 @@ from olmo_rl.config import (
     TaskKind,
     TrainerConfig,
 )
-from olmo_rl.training.collecting import Drawn, cut
-from olmo_rl.training.counting import LoadCounter
 from olmo_rl.types import Refusal, Sample, Topology
 
 

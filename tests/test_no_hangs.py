@@ -34,7 +34,7 @@ from olmo_rl.config import (
     TrainerConfig,
 )
 from olmo_rl.run_directory import complete_checkpoints
-from olmo_rl.training.processes import run_ranks
+from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import RankFailed, Refusal
 
 BOUND_SECONDS = 60.0  # between the failure and the end of all ranks; a hang would last until TIMEOUT_SECONDS

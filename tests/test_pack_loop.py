@@ -127,7 +127,7 @@ def test_freed_memory_is_kept_for_the_next_array() -> None:
     code = """
 import resource, sys, numpy
 if sys.argv[1] == "kept":
-    from olmo_rl.training.rank import keep_freed_memory
+    from olmo_rl.running.rank_process import keep_freed_memory
     keep_freed_memory()
 def work():
     many = [numpy.ones(2**18) for _ in range(8)]

@@ -38,8 +38,8 @@ from olmo_rl.config import (
     TrainerConfig,
 )
 from olmo_rl.data.files import read_collection, write_collection
-from olmo_rl.training.metrics_csv import read_metrics
-from olmo_rl.training.processes import run_ranks
+from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import Collection, Refusal, Sample
 from recipes import plan, score, sft
 

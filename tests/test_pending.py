@@ -16,9 +16,9 @@ from lightning.pytorch import Callback
 from test_checkpoints import SignalDuringUpdate, check_same_end, file_config, names, resumed
 from training_cases import Run, fit, identical, masked, samples_of, write_files
 
+from olmo_rl.collections.pending import Pending, sample_of_state, sample_state
 from olmo_rl.config import BatchConfig, PackingConfig, PackingKind, RolloutsConfig, Source
 from olmo_rl.run_directory import complete_checkpoints
-from olmo_rl.training.pending import Pending, sample_of_state, sample_state
 from olmo_rl.types import Refusal, Sample
 
 HALVES = BatchConfig(samples_per_step=4)  # two updates a file

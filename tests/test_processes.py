@@ -15,12 +15,10 @@ from typing import NoReturn
 import pytest
 
 from olmo_rl.config import Config, TrainerConfig
-from olmo_rl.training.processes import (
-    cluster_environment,
-    launched_rank,
-    run_ranks,
-    threads_per_rank,
-)
+from olmo_rl.running.launchers import launched_rank, rank_variables
+from olmo_rl.running.rank_process import threads_per_rank
+from olmo_rl.running.ranks import run_ranks
+from olmo_rl.training.strategy import cluster_environment
 from olmo_rl.types import Interrupted, RankFailed, Refusal
 
 BOUND_SECONDS = 180.0  # on a quiet machine an import of torch takes 2, a stubborn rank is killed after 5
@@ -422,18 +420,23 @@ SRUN = {
 
 
 def test_a_process_without_a_launcher_is_no_rank() -> None:
-    assert launched_rank({}, config=world(2)) is None
+    assert rank_variables({}, config=world(2)) is None
+    assert launched_rank({}) is None
     batch_script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
-    assert launched_rank(batch_script, config=world(2)) is None
-    assert launched_rank({**SRUN, "SLURM_PTY_PORT": "5000"}, config=world(2)) is None
+    interactive = {**SRUN, "SLURM_PTY_PORT": "5000"}
+    for environ in (batch_script, interactive):
+        assert rank_variables(environ, config=world(2)) is None
+        assert launched_rank(environ) is None
 
 
 def test_a_rank_of_torchrun_keeps_its_environment() -> None:
-    assert launched_rank(TORCHRUN, config=world(2)) == {}
+    assert rank_variables(TORCHRUN, config=world(2)) == {}
+    assert launched_rank(TORCHRUN) == 1
 
 
 def test_a_rank_of_srun_gets_the_variables_that_torchrun_would_set() -> None:
-    assert launched_rank(SRUN, config=world(2, nodes=2)) == {
+    assert launched_rank(SRUN) == 3
+    assert rank_variables(SRUN, config=world(2, nodes=2)) == {
         "RANK": "3",
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "1",

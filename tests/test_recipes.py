@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from olmo_rl.cli import run as run_command
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.run_directory import complete_checkpoints
-from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.types import Sample
 
 PACKED = "+experiment=packed_moe"

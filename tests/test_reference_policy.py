@@ -45,7 +45,7 @@ from olmo_rl.data.preflight import refuse_files
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.refusals import refusals
-from olmo_rl.training.reference import fingerprint_of
+from olmo_rl.training.frozen_reference import fingerprint_of
 from olmo_rl.types import Refusal, Sample, Topology
 
 KL = LossConfig(kl=KlEstimator.k2, kl_coef=0.5)

@@ -14,7 +14,7 @@ from olmo_rl.config import BatchConfig, Recipe
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.training.processes import run_ranks
+from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import Sample, Topology
 from recipes import score
 

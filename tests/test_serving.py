@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.running.metrics_csv import read_metrics
 
 ROOT = Path(__file__).parents[1]
 BOUND_SECONDS = 600.0  # against hanging; what is waited for takes seconds

@@ -38,8 +38,8 @@ from olmo_rl.data.preflight import Findings, look_into_chat, look_into_task
 from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.run_directory import complete_checkpoints
-from olmo_rl.training.metrics_csv import read_metrics
-from olmo_rl.training.processes import run_ranks
+from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import Refusal, Sample, Topology
 from recipes import sft, validate
 

@@ -43,9 +43,9 @@ from olmo_rl.policy.upcycling import (
     write_upcycled,
 )
 from olmo_rl.refusals import refusals
-from olmo_rl.training.metrics_csv import read_metrics
-from olmo_rl.training.processes import run_ranks
-from olmo_rl.training.upcycled import upcycled
+from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.running.ranks import run_ranks
+from olmo_rl.running.upcycled import upcycled
 from olmo_rl.types import Refusal
 
 MODEL = ModelConfig(

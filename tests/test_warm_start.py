@@ -37,9 +37,9 @@ from olmo_rl.policy.hf_export import export_hf
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import load_weights
 from olmo_rl.run_directory import complete_checkpoints
-from olmo_rl.training.metrics_csv import read_metrics
-from olmo_rl.training.processes import run_ranks
-from olmo_rl.training.warm_start import warm_start
+from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.running.ranks import run_ranks
+from olmo_rl.running.warm_start import warm_start
 from olmo_rl.types import Sample, Topology
 
 WARM = WarmStartConfig(steps=2, lr=5e-3, samples_per_step=6)

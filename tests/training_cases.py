@@ -20,6 +20,10 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from olmo_rl.collections.datamodule import RolloutDataModule
+from olmo_rl.collections.generation import build_local
+from olmo_rl.collections.sources import FileSource, GeneratingSource
+from olmo_rl.collections.sources import Source as RolloutSource
 from olmo_rl.config import (
     BatchConfig,
     CallbacksConfig,
@@ -37,15 +41,13 @@ from olmo_rl.config import (
 from olmo_rl.data.files import write_collection
 from olmo_rl.data.packs import PackedBatch
 from olmo_rl.refusals import refusals
-from olmo_rl.training.build import build_local, build_loggers, build_trainer
-from olmo_rl.training.callbacks import ContractLog
-from olmo_rl.training.checkpoints import Checkpoints, resolve_checkpoint
-from olmo_rl.training.datamodule import RolloutDataModule
-from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.run_directory import resolve_checkpoint
+from olmo_rl.running.callbacks import ContractLog
+from olmo_rl.running.checkpoints import Checkpoints
+from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.running.ranks import run_ranks
+from olmo_rl.running.trainer import build_loggers, build_trainer
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.processes import run_ranks
-from olmo_rl.training.sources import FileSource, GeneratingSource
-from olmo_rl.training.sources import Source as RolloutSource
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import POLICY
 from olmo_rl.types import Collection, Sample

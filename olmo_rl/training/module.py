@@ -28,14 +28,19 @@ from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import fill, load_weights
 from olmo_rl.policy.kernels import refuse_gpu
 from olmo_rl.policy.logprobs import check_logprobs
-from olmo_rl.training.guards import nonfinite, refuse_disagreement
-from olmo_rl.training.reference import FrozenReference, build_reference, check_fingerprint, check_recorded
+from olmo_rl.training.frozen_reference import (
+    FrozenReference,
+    build_reference,
+    check_fingerprint,
+    check_recorded,
+)
 from olmo_rl.training.scoring import Decision, ScoringSchedule
+from olmo_rl.training.step_checks import nonfinite, refuse_disagreement
+from olmo_rl.training.step_report import UpdateReport
 from olmo_rl.training.stopwatch import Stopwatch
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.transfer import moved
 from olmo_rl.training.update import Objective, PackReport, run_pack, score_pack
-from olmo_rl.training.update_report import UpdateReport
 
 
 class PolicyModule(LightningModule):

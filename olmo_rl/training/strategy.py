@@ -8,6 +8,7 @@ decoder on a pack.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -171,3 +177,19 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value)
         return gathered
+
+
+def cluster_environment() -> ClusterEnvironment:
+    """What Lightning asks who this process is.
+
+    Every rank under `run_ranks` carries torchrun's variables, also one that srun started: Lightning's own
+    SLURM class would save and requeue inside a signal handler.
+    """
+    return TorchElasticEnvironment() if "RANK" in os.environ else LightningEnvironment()
+
+
+def local_device(config: Config) -> torch.device:
+    """The device of this rank."""
+    if config.trainer.accelerator == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", cluster_environment().local_rank())

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
+from olmo_rl.collections.generation import RolloutParts
+from olmo_rl.collections.sources import response_text
 from olmo_rl.config import Config
 from olmo_rl.data.packs import PackedBatch
 from olmo_rl.data.tasks import Problem
 from olmo_rl.planning.report import draw_packs
 from olmo_rl.policy.engine import Request
 from olmo_rl.run_directory import whole_lines
-from olmo_rl.training.build import RolloutParts
 from olmo_rl.training.module import PolicyModule
-from olmo_rl.training.sources import response_text
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
 

@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 
 from olmo_rl.config import Config
 from olmo_rl.run_directory import EXIT_INTERRUPTED
-from olmo_rl.training.rank import (
+from olmo_rl.running.rank_process import (
     SIGNALS,
     Entry,
     call,
@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.2  # bound on noticing a death whose socket lives on in a gran
 # Python would turn Ctrl-C into an exception anywhere, also in the middle of an import.
 _CHILD = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "from olmo_rl.training.supervisor import child_main; child_main()"
+    "from olmo_rl.running.supervisor import child_main; child_main()"
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from olmo_rl.training.metrics_csv import read_metrics
+from olmo_rl.running.metrics_csv import read_metrics
 
 SMOOTHING = 10  # updates
 

@@ -1,50 +1,31 @@
-"""Puts a run together from its configuration: trainer, loggers, the local engine and its task."""
+"""The trainer and the loggers of a run, and what every recipe that trains puts around `Trainer.fit`."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities import rank_zero_only
-from torch import nn
 from typing_extensions import override
 
-from olmo_rl.config import Config, LoggerKind, Source
-from olmo_rl.data.prompting import task_of
-from olmo_rl.data.tasks import Task
-from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
-from olmo_rl.policy.engine import LocalEngine
-from olmo_rl.policy.sharded import FullWeights
-from olmo_rl.rollouts.engines import RemoteEngine
-from olmo_rl.training.metrics_csv import MetricsCsv
-from olmo_rl.training.processes import cluster_environment
-from olmo_rl.training.remote import Publication, build_remote
-from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.config import Config, LoggerKind
+from olmo_rl.run_directory import passed_over
+from olmo_rl.running.callbacks import ContractLog, PackPicture, ProgressDisplay
+from olmo_rl.running.checkpoints import Checkpoints
+from olmo_rl.running.metrics_csv import MetricsCsv
+from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.strategy import ExpertParallelStrategy, cluster_environment
 from olmo_rl.types import Refusal
-
-
-@dataclass(kw_only=True, slots=True)
-class RolloutParts:
-    """The parts that generating and held-out evaluation share. `publish` hands a policy's weights and their
-    version to the engine, on all ranks alike; `close` lets go of it.
-    """
-
-    task: Task
-    tokenizer: Tokenizer
-    engine: LocalEngine | RemoteEngine
-    publish: Callable[[nn.Module, int], None]
-    close: Callable[[], None] = lambda: None
 
 
 class NoSignalHandlers(_SignalConnector):
@@ -67,51 +48,37 @@ class WandbRun(WandbLogger):
             self._experiment = None
 
 
-def local_device(config: Config) -> torch.device:
-    """The device of this rank."""
-    if config.trainer.accelerator == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", cluster_environment().local_rank())
-
-
-def build_local(config: Config) -> RolloutParts:
-    """Task, tokenizer and engine on this rank's device."""
-    engine = LocalEngine(config.model, device=local_device(config))
-    tokenizer = fitting_tokenizer(config.model)
-    return RolloutParts(
-        task=task_of(config, tokenizer=tokenizer),
-        tokenizer=tokenizer,
-        engine=engine,
-        publish=LocalPublication(engine),
+def fit(
+    config: Config,
+    *,
+    strategy: ExpertParallelStrategy,
+    module: PolicyModule,
+    data: LightningDataModule,
+    contract: ContractLog,
+    evaluations: Sequence[Callback],
+    checkpoint: str | None,
+) -> tuple[Trainer, bool]:
+    """Train to `trainer.max_steps` or the end of the data, from `checkpoint` where there is one; the trainer,
+    and whether a signal ended the run early (its checkpoint is saved). A collective of all ranks.
+    """
+    for line in passed_over(config):
+        rank_zero_only(print)(line, flush=True)
+    checkpoints = Checkpoints(config)
+    callbacks: list[Callback] = [contract, *evaluations]
+    if config.callbacks.pictures:
+        callbacks.append(PackPicture(config))
+    if config.callbacks.progress:
+        callbacks.append(ProgressDisplay(label="updates", total=config.trainer.max_steps))
+    callbacks.append(checkpoints)
+    trainer = build_trainer(
+        config,
+        strategy=strategy,
+        max_steps=config.trainer.max_steps,
+        callbacks=callbacks,
+        loggers=build_loggers(config),
     )
-
-
-class LocalPublication:
-    """Full weights for the engine of this process: every rank generates, and holds a copy for it."""
-
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
-        self._weights: FullWeights | None = None
-
-    def __call__(self, decoder: nn.Module, version: int) -> None:
-        if self._weights is None:
-            self._weights = FullWeights(decoder)
-        self._engine.publish(self._weights.gather(), version)
-
-
-def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutParts:
-    """What generates: the engine of this process, or a client of serving engines."""
-    if config.rollouts.source is Source.local:
-        return build_local(config)
-    remote = build_remote(config, device=local_device(config))
-    tokenizer = fitting_tokenizer(config.model)
-    return RolloutParts(
-        task=task_of(config, tokenizer=tokenizer),
-        tokenizer=tokenizer,
-        engine=remote,
-        publish=Publication(remote, config=config, strategy=strategy),
-        close=remote.close,
-    )
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return trainer, checkpoints.interrupted
 
 
 def build_loggers(config: Config) -> list[Logger]:

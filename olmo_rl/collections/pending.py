@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from olmo_rl.collections.planner import PlanRecord
 from olmo_rl.data.packs import Pack
 from olmo_rl.policy.loss import scored_slots
-from olmo_rl.training.planner import PlanRecord
 from olmo_rl.types import PackPlan, Refusal, Sample, SearchLog
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from olmo_rl.collections.load_counting import Counts
+from olmo_rl.collections.planner import StepPlanner
+from olmo_rl.collections.sources import Source
 from olmo_rl.config import Config
 from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
 from olmo_rl.planning.packing import cut_into_steps
-from olmo_rl.training.counting import Counts
-from olmo_rl.training.planner import StepPlanner
-from olmo_rl.training.sources import Source
 from olmo_rl.types import Collection, Refusal, Sample
 
 

@@ -18,46 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from olmo_rl.config import Config
 from olmo_rl.run_directory import (
     SCRATCH,
     checkpoint_directory,
-    checkpoint_fault,
     checkpoint_path,
     complete_checkpoints,
     finish_checkpoint,
-    named_checkpoints,
 )
-from olmo_rl.training.rank import SIGNALS, say
+from olmo_rl.running.rank_process import SIGNALS, say
 from olmo_rl.types import Refusal
 
 # For ranks that were refused the same to come together; a rank that was not never comes.
 _TOGETHER = timedelta(seconds=20)
-
-
-def resolve_checkpoint(config: Config) -> str | None:
-    """The directory that `ckpt_path` names, None for a fresh run. `last` passes over damaged ones aloud."""
-    if config.ckpt_path is None:
-        return None
-    if config.ckpt_path == "last":
-        found = complete_checkpoints(config.run_dir)
-        if not found:
-            raise Refusal(
-                f"ckpt_path=last: {checkpoint_directory(config.run_dir)} holds no complete checkpoint: "
-                "start with ckpt_path=null overwrite=true, or give a path"
-            )
-        for path in reversed(named_checkpoints(config.run_dir)):
-            if path == found[-1]:
-                break
-            rank_zero_only(print)(f"{path} is damaged, {checkpoint_fault(path)}: passed over", flush=True)
-        return str(found[-1])
-    fault = checkpoint_fault(config.ckpt_path)
-    if fault is not None:
-        raise Refusal(f"ckpt_path={config.ckpt_path}: no whole checkpoint, {fault}: give another, or last")
-    return config.ckpt_path
 
 
 class Checkpoints(Callback):

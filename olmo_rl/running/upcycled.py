@@ -9,7 +9,7 @@ from pathlib import Path
 
 from olmo_rl.config import Config
 from olmo_rl.policy.upcycling import REPORT, WEIGHTS, Upcycling, dense_files, read_report, write_upcycled
-from olmo_rl.training.build import build_trainer
+from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.strategy import ExpertParallelStrategy
 
 

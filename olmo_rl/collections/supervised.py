@@ -16,6 +16,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from olmo_rl.collections.steps import StepLoader
 from olmo_rl.config import Config
 from olmo_rl.data.chat import supervised_sample
 from olmo_rl.data.collate import batch_of_rank
@@ -23,7 +24,6 @@ from olmo_rl.data.packs import PackedBatch
 from olmo_rl.data.tasks import Problem, Task, demonstration
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.planning.packing import plan_step, unpacked_plan
-from olmo_rl.training.steps import StepLoader
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from olmo_rl.config import Config
 from olmo_rl.training.scoring import Decision
+from olmo_rl.training.step_report import UpdateReport
 from olmo_rl.training.update import PackReport
-from olmo_rl.training.update_report import UpdateReport
 from olmo_rl.types import Refusal
 
 Gather = Callable[[object], list[Any]]

@@ -1,4 +1,4 @@
-"""Serving engines of a run with several ranks: rank 0 publishes to all, every rank asks for its share."""
+"""New weights on their way to engines: to that of this process, or from rank 0 to serving engines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from olmo_rl.config import Config, PublicationKind
+from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.hf_export import buckets, export_read, is_single_file, written_dtype
 from olmo_rl.policy.interop import save_weights
-from olmo_rl.policy.sharded import ParameterReader, Read
+from olmo_rl.policy.sharded import FullWeights, ParameterReader, Read
 from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import RouteAxis
@@ -32,6 +33,19 @@ def build_remote(config: Config, *, device: torch.device) -> RemoteEngine:
     # The other ranks wait for rank 0 while it calls, and their group gives up after its own limit.
     patience = min(CONTROL_TIMEOUT_SECONDS, config.strategy.timeout_seconds / 2)
     return RemoteEngine(config.rollouts, axis=axis, device=device, patience=patience)
+
+
+class LocalPublication:
+    """Full weights for the engine of this process: every rank generates, and holds a copy for it."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self._weights: FullWeights | None = None
+
+    def __call__(self, decoder: nn.Module, version: int) -> None:
+        if self._weights is None:
+            self._weights = FullWeights(decoder)
+        self._engine.publish(self._weights.gather(), version)
 
 
 class Publication:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from olmo_rl.collections.generation import RolloutParts
 from olmo_rl.config import Config
 from olmo_rl.data.files import collection_paths
 from olmo_rl.data.preflight import read_for
@@ -23,7 +24,6 @@ from olmo_rl.data.tasks import Problem
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
-from olmo_rl.training.build import RolloutParts
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Collection, Sample
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_rl.collections.load_counting import Counts, LoadCounter
 from olmo_rl.config import BalanceKind, Config
 from olmo_rl.planning.loads import sample_loads
 from olmo_rl.planning.packing import plan_step, unpacked_plan
@@ -30,7 +31,6 @@ from olmo_rl.planning.schedule import (
     schedule_digest,
     schedule_step,
 )
-from olmo_rl.training.counting import Counts, LoadCounter
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, Topology
 

@@ -21,16 +21,16 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from olmo_rl.collections.collecting import Drawn, cut, draw
+from olmo_rl.collections.pending import Pending, anchors_by_sample, anchors_of_pack
+from olmo_rl.collections.planner import PlannedStep, PlanRecord, Plans, StepPlanner, plan_settings
+from olmo_rl.collections.sources import Source
+from olmo_rl.collections.steps import StepLoader, Steps
 from olmo_rl.config import Config
 from olmo_rl.data.advantages import can_train
 from olmo_rl.data.collate import batch_of_rank
 from olmo_rl.data.packs import Normalisers, PackedBatch
 from olmo_rl.planning.schedule import Forecast
-from olmo_rl.training.collecting import Drawn, cut, draw
-from olmo_rl.training.pending import Pending, anchors_by_sample, anchors_of_pack
-from olmo_rl.training.planner import PlannedStep, PlanRecord, Plans, StepPlanner, plan_settings
-from olmo_rl.training.sources import Source
-from olmo_rl.training.steps import StepLoader, Steps
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 

@@ -15,13 +15,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from olmo_rl.collections.conversations import Conversations
+from olmo_rl.collections.supervised import supervised_batch
 from olmo_rl.config import Config
 from olmo_rl.data.chat_files import open_chat, rows_in_order
 from olmo_rl.data.packs import PackedBatch, RouteMode
 from olmo_rl.data.tokenizers import Tokenizer
-from olmo_rl.training.callbacks import ContractLog, evaluation_due
-from olmo_rl.training.conversations import Conversations
-from olmo_rl.training.demonstrations import supervised_batch
+from olmo_rl.running.callbacks import ContractLog, evaluation_due
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import score_pack
 from olmo_rl.types import Sample

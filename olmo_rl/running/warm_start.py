@@ -9,14 +9,14 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from olmo_rl.collections.supervised import SupervisedDataModule, TaskDemonstrations
 from olmo_rl.config import Config
 from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.policy.sharded import FullWeights
-from olmo_rl.training.build import build_trainer
-from olmo_rl.training.callbacks import ProgressDisplay
-from olmo_rl.training.demonstrations import SupervisedDataModule, TaskDemonstrations
+from olmo_rl.running.callbacks import ProgressDisplay
+from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import SUPERVISED

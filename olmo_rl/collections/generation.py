@@ -1,0 +1,57 @@
+"""What generates collections: a task, its tokenizer, and an engine of this process or serving engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from olmo_rl.config import Config, Source
+from olmo_rl.data.prompting import task_of
+from olmo_rl.data.tasks import Task
+from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
+from olmo_rl.policy.engine import LocalEngine
+from olmo_rl.rollouts.engines import RemoteEngine
+from olmo_rl.training.publication import LocalPublication, Publication, build_remote
+from olmo_rl.training.strategy import ExpertParallelStrategy, local_device
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutParts:
+    """The parts that generating and held-out evaluation share. `publish` hands a policy's weights and their
+    version to the engine, on all ranks alike; `close` lets go of it.
+    """
+
+    task: Task
+    tokenizer: Tokenizer
+    engine: LocalEngine | RemoteEngine
+    publish: Callable[[nn.Module, int], None]
+    close: Callable[[], None] = lambda: None
+
+
+def build_local(config: Config) -> RolloutParts:
+    """Task, tokenizer and engine on this rank's device."""
+    engine = LocalEngine(config.model, device=local_device(config))
+    tokenizer = fitting_tokenizer(config.model)
+    return RolloutParts(
+        task=task_of(config, tokenizer=tokenizer),
+        tokenizer=tokenizer,
+        engine=engine,
+        publish=LocalPublication(engine),
+    )
+
+
+def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutParts:
+    """What generates: the engine of this process, or a client of serving engines."""
+    if config.rollouts.source is Source.local:
+        return build_local(config)
+    remote = build_remote(config, device=local_device(config))
+    tokenizer = fitting_tokenizer(config.model)
+    return RolloutParts(
+        task=task_of(config, tokenizer=tokenizer),
+        tokenizer=tokenizer,
+        engine=remote,
+        publish=Publication(remote, config=config, strategy=strategy),
+        close=remote.close,
+    )

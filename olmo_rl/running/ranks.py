@@ -1,0 +1,86 @@
+"""Ranks of one job: who this process is, and how its entry runs.
+
+A launcher (torchrun, srun) names every rank in its environment: then this process is one rank and runs the
+entry. Without a launcher one process is a world of its own, and several devices of one node become child
+processes that this process supervises. Refused: a launcher whose world is not `trainer.devices` x
+`trainer.num_nodes`, and several nodes without a launcher. Nothing here joins a process group: the entry does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from olmo_rl.backends import missing
+from olmo_rl.config import Config
+from olmo_rl.running.launchers import rank_variables
+from olmo_rl.running.rank_process import (
+    Entry,
+    call,
+    ended_by_signals,
+    identity_of,
+    leave_process_group,
+    rendezvous,
+    threads_per_rank,
+)
+from olmo_rl.running.supervisor import supervise
+from olmo_rl.types import Refusal
+
+
+def run_ranks(entry: Entry | str, config: Config) -> None:
+    """Run `entry(config)` on every rank of the job and return when all ended well. An entry given by name,
+    `module:function`, is imported by ranks only.
+
+    Raises what one process would raise: the Refusal of a rank, SystemExit with a rank's exit code (75 = can
+    be resumed), Interrupted(128 + signal) where ranks ended of a signal sent to us, RankFailed for the rest.
+    The first cause wins; the other ranks are ended. `entry` must be importable by name.
+    """
+    if lacking := missing(config):
+        raise Refusal(lacking)
+    variables = rank_variables(os.environ, config=config)
+    if variables is not None:
+        _run_launched(entry, config, variables=variables)
+    elif config.trainer.world_size == 1:
+        _run_alone(entry, config)
+    elif config.trainer.num_nodes == 1:
+        supervise(entry, config)
+    else:
+        raise Refusal(
+            f"trainer.num_nodes={config.trainer.num_nodes} needs a launcher that starts the ranks of every "
+            "node: use launch/slurm.sbatch or launch/torchrun.sh, or set trainer.num_nodes=1"
+        )
+
+
+def _run_launched(entry: Entry | str, config: Config, *, variables: Mapping[str, str]) -> None:
+    with _environment(variables), ended_by_signals():
+        if "OMP_NUM_THREADS" not in os.environ:
+            import torch
+
+            torch.set_num_threads(threads_per_rank(config.trainer.devices))
+        call(entry, config)
+        leave_process_group()
+
+
+def _run_alone(entry: Entry | str, config: Config) -> None:
+    identity = identity_of(0, world_size=1)
+    with ended_by_signals(), rendezvous(world_size=1) as variables, _environment({**variables, **identity}):
+        try:
+            call(entry, config)
+        finally:  # the next job of a sweep starts with no group, also after a refusal
+            leave_process_group()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a block; afterwards the environment is what it was, whatever the block did to it."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
