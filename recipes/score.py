@@ -17,6 +17,7 @@ from rich.console import Console
 from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.sources import FileSource
 from olmo_rl.config import Config
+from olmo_rl.data.means import Mean, shown
 from olmo_rl.data.packs import Pack, PackedBatch
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
@@ -34,8 +35,8 @@ class Scores:
     tails: int = 0  # of them in incomplete last steps
 
     def summary(self) -> str:
-        gap = float(np.mean(self.gaps)) if self.gaps else 0.0
-        lines = [f"{len(self.found)} of {self.read} samples scored, mean |policy - behaviour| {gap:.3g}"]
+        gap = shown(Mean.of(self.gaps).value, digits=".3g")
+        lines = [f"{len(self.found)} of {self.read} samples scored, mean |policy - behaviour| {gap}"]
         others = self.read - len(self.found) - self.tails
         if self.tails:
             lines.append(f"not scored: {self.tails} in the incomplete last step of their file")

@@ -14,6 +14,7 @@ from olmo_rl.collections.generation import RolloutParts, build_parts
 from olmo_rl.collections.sources import FileSource, GeneratingSource
 from olmo_rl.collections.sources import Source as RolloutSource
 from olmo_rl.config import Config
+from olmo_rl.data.means import shown
 from olmo_rl.run_directory import EXIT_INTERRUPTED, resolve_checkpoint
 from olmo_rl.running.callbacks import ContractLog, Evaluation
 from olmo_rl.running.metrics_csv import read_metrics
@@ -79,7 +80,7 @@ def _close(config: Config, *, evaluation: Evaluation | None, skipped: int) -> No
     metrics = Path(config.run_dir) / "metrics.csv"
     rows = [row for row in read_metrics(metrics) if "packing/packs" in row] if metrics.is_file() else []
     accuracies = {} if evaluation is None else evaluation.results
-    if rows and config.callbacks.pictures and "reward/mean" in rows[0]:
+    if config.callbacks.pictures and any("reward/mean" in row for row in rows):
         picture = Path(config.run_dir) / "reward.png"
         draw_reward(metrics, evaluations=accuracies, path=picture, title=config.run_name)
     table = Table(title=f"{config.run_name}: {len(rows)} updates, {skipped} skipped", title_justify="left")
@@ -93,9 +94,7 @@ def _close(config: Config, *, evaluation: Evaluation | None, skipped: int) -> No
             table.add_row(name, f"{sum(first) / len(first):,.4g}", f"{sum(last) / len(last):,.4g}")
     if accuracies:
         steps = sorted(accuracies)
-        table.add_row(
-            "greedy held-out accuracy", f"{accuracies[steps[0]]:.3f}", f"{accuracies[steps[-1]]:.3f}"
-        )
+        table.add_row("greedy held-out accuracy", shown(accuracies[steps[0]]), shown(accuracies[steps[-1]]))
     console = Console()
     console.print(table)
     if len(rows) < 20:

@@ -59,6 +59,14 @@ def test_a_constant_group_gets_exactly_zero(rewards: list[float], normalize: boo
     assert counts["constant_groups"] == 1
 
 
+@pytest.mark.parametrize("rewards", [[1e6, 1e6 + 1], [-1e8, -1e8 + 1], [1e6 + 0.1, 1e6 + 0.2]])
+def test_a_common_offset_does_not_hide_a_difference(rewards: list[float]) -> None:
+    samples = make_samples(rewards, ["a", "a"])
+    counts = assign_advantages(samples, normalize=True)
+    assert counts["constant_groups"] == 0
+    assert [sample.advantage for sample in samples] == pytest.approx([-1.0, 1.0])
+
+
 def test_small_rewards_are_not_taken_for_equal() -> None:
     samples = make_samples([1e-9, 2e-9], ["a", "a"])
     assign_advantages(samples, normalize=True)

@@ -4,12 +4,19 @@ them by name.
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from math_cases import ANSWERS
 
 from olmo_rl.config import OnVerifierFailure, TaskConfig, TaskKind
 from olmo_rl.data.judging import MATH, build_judge, math_answer
@@ -31,6 +38,34 @@ def slow(response: str, answer: str) -> float:
     """Judges after as many seconds as the response says."""
     time.sleep(float(response))
     return 3.0
+
+
+def returning(response: str, answer: str) -> Any:
+    """The value that the response spells."""
+    return eval(response, {"np": np, "Fraction": Fraction})
+
+
+def ending(response: str, answer: str) -> float:
+    sys.exit(int(response))
+
+
+def dying(response: str, answer: str) -> float:
+    """Dies or sleeps where the response says so, and judges everything else."""
+    if response == "die":
+        os._exit(9)
+    time.sleep(3600.0 if response == "sleep" else 0.0)
+    return 1.0
+
+
+_imported = False
+
+
+def importing(response: str, answer: str) -> float:
+    """The first call of a process takes 2 s, as a large library does; later ones what the response says."""
+    global _imported
+    time.sleep(float(response) if _imported else 2.0)
+    _imported = True
+    return 1.0
 
 
 def config(**settings: Any) -> TaskConfig:
@@ -81,11 +116,69 @@ def test_a_failure_is_counted_and_is_a_zero_only_where_that_was_asked_for(
     assert judge.counts == {"verifier_failures": 1}
 
 
-def test_by_default_a_failure_ends_the_run_and_names_the_problem() -> None:
-    judge = build_judge(config(verifier={"_target_": f"{HERE}.failing"}))
-    with pytest.raises(KeyError) as caught:
-        judge.judge("a", answer="b", domain=None, problem="line-7")
-    assert caught.value.__notes__ == ["task.verifier failed on a response to problem line-7"]
+@pytest.mark.parametrize(
+    ("verifier", "response", "reason"),
+    [
+        ("failing", "a", "KeyError: 'a/b'"),
+        ("returning", "None", "it returned None: return a finite number"),
+        ("returning", "'1'", "it returned '1': return a finite number"),
+        ("returning", "float('inf')", "it returned inf: return a finite number"),
+        ("returning", "10**400", "OverflowError: int too large to convert to float"),
+        ("ending", "3", r"it called sys.exit\(3\)"),
+    ],
+)
+def test_by_default_a_verifier_that_gives_no_verdict_is_refused_by_problem(
+    verifier: str, response: str, reason: str
+) -> None:
+    settings: dict[str, Any] = {"verifier": {"_target_": f"{HERE}.{verifier}"}}
+    with pytest.raises(Refusal, match=f"on a response to p.jsonl, line 7: {reason}"):
+        build_judge(config(**settings)).judge(response, answer="b", domain=None, problem="p.jsonl, line 7")
+    lenient = build_judge(config(**settings, on_verifier_failure=OnVerifierFailure.zero))
+    assert lenient.judge(response, answer="b", domain=None, problem="p") == 0.0
+    assert lenient.counts == {"verifier_failures": 1}
+
+
+@pytest.mark.parametrize(
+    "response", ["True", "np.bool_(True)", "np.float32(1)", "np.int64(1)", "Fraction(1)"]
+)
+def test_every_kind_of_real_number_is_a_verdict(response: str) -> None:
+    judge = build_judge(config(verifier={"_target_": f"{HERE}.returning"}))
+    assert judge.judge(response, answer="b", domain=None, problem="p") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("die", "its process ended with exit code 9"),
+        ("sleep", "did not end within task.verifier_seconds=0.5"),
+    ],
+)
+def test_a_verifier_that_dies_or_sleeps_in_its_process_is_refused_by_problem(
+    response: str, reason: str
+) -> None:
+    judge = build_judge(config(verifier={"_target_": f"{HERE}.dying"}, verifier_seconds=0.5))
+    try:
+        with pytest.raises(Refusal, match=f"on a response to line 7: (it )?{reason}"):
+            judge.judge(response, answer="", domain=None, problem="line 7")
+    finally:
+        judge.close()
+
+
+def test_a_slow_import_does_not_count_against_the_limit_also_in_a_process_after_a_kill() -> None:
+    judge = build_judge(
+        config(
+            verifier={"_target_": f"{HERE}.importing"},
+            verifier_seconds=1.0,
+            on_verifier_failure=OnVerifierFailure.leave_out,
+        )
+    )
+    try:
+        assert judge.judge("0", answer="0", domain=None, problem="p") == 1.0
+        assert math.isnan(judge.judge("3600", answer="0", domain=None, problem="p"))
+        assert judge.judge("0", answer="0", domain=None, problem="p") == 1.0
+    finally:
+        judge.close()
+    assert judge.counts == {"verifier_timeouts": 1}
 
 
 def test_a_verifier_that_does_not_return_is_ended_and_the_next_response_is_judged() -> None:
@@ -97,11 +190,11 @@ def test_a_verifier_that_does_not_return_is_ended_and_the_next_response_is_judge
         )
     )
     try:
-        assert judge.judge("0", answer="", domain=None, problem="p") == 3.0  # the process has started
+        assert judge.judge("0", answer="0", domain=None, problem="p") == 3.0
         judge.seconds = 0.5
         assert math.isnan(judge.judge("3600", answer="", domain=None, problem="p"))
         judge.seconds = 30.0
-        assert judge.judge("0", answer="", domain=None, problem="p") == 3.0
+        assert judge.judge("0", answer="0", domain=None, problem="p") == 3.0
         assert math.isnan(judge.judge("not a number", answer="", domain=None, problem="p"))
     finally:
         judge.close()
@@ -137,6 +230,79 @@ def test_mathematical_answers_are_equal_by_value_not_by_text(
     )
 
 
-def test_a_reference_that_is_no_answer_is_a_failure_not_a_wrong_response() -> None:
-    with pytest.raises(ValueError, match="reads no answer in the reference"):
-        math_answer("$4$", "")
+@pytest.mark.parametrize(("answer", "right", "wrong"), ANSWERS, ids=[row[0] for row in ANSWERS])
+def test_every_spelling_of_an_answer_is_judged_by_its_value(
+    answer: str, right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    for reference in (answer, f"${answer}$"):
+        for given in (answer, *right):
+            bare = given.strip("$")
+            for response in (
+                given,
+                rf"so it is \boxed{{{bare}}}",
+                f"We add 7 and 8.\n\nThe answer is {given}.",
+            ):
+                assert math_answer(response, reference) == 1.0, (response, reference)
+        for given in wrong:
+            for response in (given, rf"so it is \boxed{{{given}}}", f"The answer is {given}."):
+                assert math_answer(response, reference) == 0.0, (response, reference)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "worth"),
+    [
+        ("She has 5 apples left.", "5", 1.0),
+        ("She makes 9 * 2 = $18 every day.", "18", 1.0),
+        ("The answer is 42, since 40+2=42.", "42", 1.0),
+        ("The total is 10 and the average is 5.", "10", 0.0),
+        ("We find f(x) = x^2+1", "x^2+1", 1.0),
+        ("the point $(0,5)$", "(0,5)", 1.0),
+        ("**Answer:** $1$ and $2$", "1, 2", 1.0),
+        ("#### 70,000", "70000", 1.0),
+        ("7 or 8", "7", 0.0),
+        ("9999999999998", "9999999999999", 0.0),
+        ("9^{9^{9^{9^9}}}", "1", 0.0),
+        ("99999!", "1", 0.0),
+        ("((((((", "1", 0.0),
+        (r"\frac{", "1", 0.0),
+        (r"\boxed{", "1", 0.0),
+        ("", "1", 0.0),
+        ("He walks east", r"\text{west}", 0.0),
+    ],
+)
+def test_the_final_answer_of_prose_is_what_counts(response: str, answer: str, worth: float) -> None:
+    assert math_answer(response, answer) == worth
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [("", "it is empty"), ("$$", "it is empty"), (r"\frac{1}{2", "its { and } do not match")],
+)
+def test_a_reference_that_cannot_be_read_is_refused_by_file_and_line(
+    tmp_path: Path, answer: str, fault: str
+) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": answer}]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings: dict[str, Any] = {"verifier": {"_target_": MATH}}
+    for choice in OnVerifierFailure:
+        task = build_task(
+            TaskConfig(kind=TaskKind.jsonl, path=str(path), on_verifier_failure=choice, **settings), seed=0
+        )
+        with pytest.raises(Refusal, match=f"p.jsonl, line 2.*is invalid: {re.escape(fault)}") as caught:
+            task.check_references()
+        assert len(caught.value.reasons) == 1
+        assert set(task.counts.values()) == {0}
+
+
+def test_users_verifiers_judge_every_reference_once_and_zeros_are_a_remark(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f'{{"prompt": "{name}", "answer": "{name}"}}\n' for name in "abcdefghijklm"))
+    settings: dict[str, Any] = {"verifier": {"_target_": f"{HERE}.length", "scale": -1.0}}
+    task = build_task(TaskConfig(kind=TaskKind.jsonl, path=str(path), **settings), seed=0)
+    assert task.check_references() == ("task.verifier gives 0 to 13 of 13 references as responses",)
+    settings = {"verifier": {"_target_": f"{HERE}.failing"}}
+    task = build_task(TaskConfig(kind=TaskKind.jsonl, path=str(path), **settings), seed=0)
+    with pytest.raises(Refusal, match=r"p\.jsonl, line 3: KeyError") as caught:
+        task.check_references()
+    assert len(caught.value.reasons) == 13

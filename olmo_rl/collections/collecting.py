@@ -174,13 +174,13 @@ def _cut_evenly(
 
 
 def _describe(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over all samples drawn, before any filter."""
+    """Means over all samples drawn, before any filter; no reward/mean where no sample was judged."""
     if not samples:
         return {}
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     finite = rewards[np.isfinite(rewards)]
-    return {
-        "reward/mean": float(finite.mean()) if finite.size else 0.0,
+    known = {"reward/mean": float(finite.mean())} if finite.size else {}
+    return known | {
         "rollouts/response_tokens": float(np.mean([sample.response_mask.sum() for sample in samples])),
         "rollouts/truncated": float(np.mean([sample.finish_reason == "length" for sample in samples])),
     }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Collection, Sample
+from olmo_rl.types import Collection, Refusal, Sample
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -93,18 +95,12 @@ class GeneratingSource:
         asked = self._ahead
         if asked is None or asked.key != key:
             asked = self._ask(key)
-        answers = asked.answers()
-        before = dict(self._task.counts)
-        samples = [
-            self._sample(group, id=id, problem=problem, generation=generation)
-            for (group, id, problem), generation in zip(asked.mine, answers, strict=True)
-            if generation is not None
-        ]
-        counted = {
-            f"rollouts/{name}": float(count - before[name]) for name, count in self._task.counts.items()
-        }
-        counted |= {} if asked.counts is None else asked.counts.metrics()
-        parts = self._strategy.gather_objects((samples, counted))
+        judged: tuple[list[Sample], dict[str, float]] | Refusal
+        try:
+            judged = self._judged(asked)
+        except Refusal as refusal:  # a result here: the other ranks wait for this one's share
+            judged = refusal
+        parts = together(self._strategy.gather_objects(judged))
         by_id = {sample.id: sample for mine, _ in parts for sample in mine}
         collection = Collection(
             samples=[by_id[id] for _, id, _ in asked.requests if id in by_id],
@@ -116,6 +112,20 @@ class GeneratingSource:
         if attempt == 0 and self._looks_ahead:
             self._ahead = self._ask((index + 1, 0, groups))
         return collection
+
+    def _judged(self, asked: Asked) -> tuple[list[Sample], dict[str, float]]:
+        """This rank's samples with their rewards, and its counts."""
+        answers = asked.answers()
+        before = dict(self._task.counts)
+        samples = [
+            self._sample(group, id=id, problem=problem, generation=generation)
+            for (group, id, problem), generation in zip(asked.mine, answers, strict=True)
+            if generation is not None
+        ]
+        counted = {
+            f"rollouts/{name}": float(count - before[name]) for name, count in self._task.counts.items()
+        }
+        return samples, counted | ({} if asked.counts is None else asked.counts.metrics())
 
     @property
     def _looks_ahead(self) -> bool:
@@ -170,6 +180,14 @@ class GeneratingSource:
             prompt=problem.prompt,
             response=response,
         )
+
+
+def together(parts: Sequence[T | Refusal]) -> list[T]:
+    """What every rank found; a refusal of any rank is raised by all, so that they save and end together."""
+    reasons = [reason for part in parts if isinstance(part, Refusal) for reason in part.reasons]
+    if reasons:
+        raise Refusal(reasons)
+    return [part for part in parts if not isinstance(part, Refusal)]
 
 
 def response_text(generation: Generation, *, tokenizer: Tokenizer) -> str:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from olmo_rl.config import BatchConfig, Filter
 from olmo_rl.types import Sample
 
-# Rewards of a group that differ by no more than this share of the largest are equal: rounding in a verifier
-# (0.1 + 0.2 against 0.3) must not become advantages of -1 and 1.
-EQUAL_SHARE = 1e-6
+# Rewards of a group that differ by no more than this share of the largest magnitude are equal: rounding in a
+# verifier (0.1 + 0.2 against 0.3) must not become advantages of -1 and 1. It bounds what an offset may hide:
+# 1e6 and 1e6 + 0.01 differ, 1e9 and 1e9 + 0.5 do not.
+EQUAL_SHARE = 1e-9
 
 
 def assign_advantages(samples: Sequence[Sample], *, normalize: bool) -> dict[str, int]:

@@ -109,6 +109,9 @@ class GymTask:
         except _UNREADABLE:
             return 0.0
 
+    def check_references(self) -> tuple[str, ...]:
+        return ()
+
     @property
     def counts(self) -> Mapping[str, int]:
         return {}

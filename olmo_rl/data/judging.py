@@ -1,11 +1,13 @@
 """Verifiers: which one judges a response, how long it may take, and what its failure means. No torch here.
 
-A verdict is a finite number, or NaN where a verifier says that it cannot judge. A verifier that raises or
-runs out of time did not judge: by `task.on_verifier_failure` that ends the run naming the problem (`refuse`),
-leaves the sample untrained (`leave_out`), or counts as 0 because the user said so (`zero`). Each is counted.
+A verdict is a finite number, or NaN where a verifier says that it cannot judge. A verifier that raises, ends
+its process, returns anything else or runs out of time did not judge: `task.on_verifier_failure` decides
+whether that ends the run naming the problem (`refuse`), leaves the sample untrained (`leave_out`), or counts
+as 0 (`zero`). Each failure is counted.
 
-With `task.verifier_seconds` verifiers run in a process of their own, which is ended when the time is over:
-nothing else stops code that does not return.
+With `task.verifier_seconds` verifiers run in a process of their own, which is killed when the time is over:
+nothing else stops code that does not return. The clock starts in a process that has judged the reference
+once, so that imports do not count.
 """
 
 from __future__ import annotations
@@ -20,15 +22,23 @@ import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as OutOfTime
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from olmo_rl.config import OnVerifierFailure, TaskConfig
+from olmo_rl.data.math_answers import equal_answers, reference_fault
 from olmo_rl.types import Interrupted, Refusal
 
+Verifier = Callable[[str, str], Any]
+START_SECONDS = 300.0  # bound on starting a verifiers' process and its first call, beside its time limit
 MATH = "olmo_rl.data.judging.math_answer"
+
+
+class NoVerdict(Exception):
+    """A verifier returned no number, or its process ended."""
 
 
 def exact(response: str, answer: str) -> float:
@@ -37,17 +47,15 @@ def exact(response: str, answer: str) -> float:
 
 
 def math_answer(response: str, answer: str) -> float:
-    """1 where math-verify finds the response's last answer mathematically equal to `answer`; else 0. Needs
+    """1 where the response's final answer is mathematically equal to `answer`, else 0 (`math_answers`). Needs
     `pip install 'olmo_rl[math]'`.
 
-    Its own time limits need signals of the main thread, so they are off: give `task.verifier_seconds`.
+    It has no time limit of its own: set `task.verifier_seconds`.
     """
-    from math_verify import parse, verify
-
-    gold = parse(answer, parsing_timeout=None)
-    if not gold:
-        raise ValueError(f"math-verify reads no answer in the reference {answer!r}")
-    return float(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+    fault = reference_fault(answer)
+    if fault is not None:
+        raise NoVerdict(f"the reference {answer!r} is invalid: {fault}")
+    return float(equal_answers(response, answer))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,59 +64,73 @@ class Judge:
     `verifier_failures` and `verifier_timeouts`, in judgements.
     """
 
-    default: Callable[[str, str], Any]
-    by_domain: Mapping[str, Callable[[str, str], Any]]
+    default: Verifier
+    by_domain: Mapping[str, Verifier]
     on_failure: OnVerifierFailure
     seconds: float | None
     counts: Counter[str] = field(default_factory=Counter)
     _pool: ProcessPool | None = None
+    _warm: set[int] = field(default_factory=set)  # verifiers that the process has called, by identity
 
     def judge(self, response: str, *, answer: str, domain: str | None, problem: str) -> float:
-        """What the response to `problem` (its id, for messages) is worth; NaN where nobody can tell."""
-        verify = self.default if domain is None else self.by_domain.get(domain, self.default)
-        where = f"on a response to problem {problem}"
+        """The reward of a response to `problem` (its name, for messages); NaN where it is unknown.
+
+        Raises Refusal where the verifier fails and `on_failure` is `refuse`.
+        """
+        verify = self._verifier(domain)
         try:
-            value = self._call(verify, response, answer)
+            return _verdict(self._call(verify, response, answer))
         except Interrupted:
             raise
         except OutOfTime:
             self.counts["verifier_timeouts"] += 1
-            return self._failed(
-                RuntimeError(f"task.verifier did not end within {self.seconds:g} s"), where=where
-            )
+            fault = f"it did not end within task.verifier_seconds={self.seconds:g}"
         except SystemExit as end:
-            # Else the process would end as if all were well.
             self.counts["verifier_failures"] += 1
-            return self._failed(
-                RuntimeError(f"task.verifier called sys.exit({end.code}) {where}"), where=where
+            fault = f"it called sys.exit({end.code})"
+        except Exception as failure:  # any exception of a user's function means that it did not judge
+            self.counts["verifier_failures"] += 1
+            own = isinstance(failure, NoVerdict)
+            fault = (
+                str(failure) if own else f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
             )
-        except Exception as failure:  # whatever a user's function raises is its failure to judge
-            self.counts["verifier_failures"] += 1
-            return self._failed(failure, where=where)
-        if not isinstance(value, numbers.Real) or math.isinf(value):
+        if self.on_failure is OnVerifierFailure.refuse:
             raise Refusal(
-                f"task.verifier returned {value!r} for problem {problem}: return a finite number, or NaN "
-                "where the response cannot be judged"
+                f"task.verifier failed on a response to {problem}: {fault}: correct the verifier, or set "
+                "task.on_verifier_failure to leave_out or zero"
             )
-        return float(value)
+        return 0.0 if self.on_failure is OnVerifierFailure.zero else math.nan
 
-    def _call(self, verify: Callable[[str, str], Any], response: str, answer: str) -> Any:
+    def is_built_in(self, domain: str | None) -> bool:
+        """Whether one of our own verifiers judges `domain`: those give 1 to a reference."""
+        verify = self._verifier(domain)
+        return (verify.func if isinstance(verify, functools.partial) else verify) in (exact, math_answer)
+
+    def _verifier(self, domain: str | None) -> Verifier:
+        return self.default if domain is None else self.by_domain.get(domain, self.default)
+
+    def _call(self, verify: Verifier, response: str, answer: str) -> Any:
         if self.seconds is None:
             return verify(response, answer)
         if self._pool is None:
             # Spawned: a fork would copy the threads of torch.
             self._pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"))
-        future = self._pool.schedule(verify, args=(response, answer), timeout=self.seconds)
-        try:
-            return future.result()
-        except ProcessExpired as end:
-            raise RuntimeError(f"the verifier's process ended with {end.exitcode}") from None
+        if id(verify) not in self._warm:
+            self._run(_warm_up, (verify, answer), seconds=START_SECONDS + self.seconds)
+            self._warm.add(id(verify))
+        return self._run(verify, (response, answer), seconds=self.seconds)
 
-    def _failed(self, error: Exception, *, where: str) -> float:
-        if self.on_failure is OnVerifierFailure.refuse:
-            error.add_note(f"task.verifier failed {where}")
-            raise error
-        return 0.0 if self.on_failure is OnVerifierFailure.zero else math.nan
+    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], *, seconds: float) -> Any:
+        """Call in the process; a call that kills it, or is killed, leaves a cold one."""
+        assert self._pool is not None
+        try:
+            return self._pool.schedule(function, args=arguments, timeout=seconds).result()
+        except OutOfTime:
+            self._warm.clear()
+            raise
+        except ProcessExpired as end:
+            self._warm.clear()
+            raise NoVerdict(f"its process ended with exit code {end.exitcode}") from None
 
     def close(self) -> None:
         """End the verifiers' process."""
@@ -116,6 +138,24 @@ class Judge:
             self._pool.stop()
             self._pool.join()
             self._pool = None
+            self._warm.clear()
+
+
+def _warm_up(verify: Verifier, answer: str) -> None:
+    """Import whatever a verifier imports; its verdict, or its failure, is the next call's."""
+    with suppress(Exception, SystemExit):
+        verify(answer, answer)
+
+
+def _verdict(value: object) -> float:
+    """A verifier's value as a number; NoVerdict or OverflowError for anything else."""
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's is no Real
+        return float(bool(value))
+    if not isinstance(value, numbers.Real) or math.isinf(value):
+        raise NoVerdict(
+            f"it returned {value!r:.200}: return a finite number, or NaN where the response cannot be judged"
+        )
+    return float(value)
 
 
 def build_judge(config: TaskConfig) -> Judge:
@@ -131,7 +171,7 @@ def build_judge(config: TaskConfig) -> Judge:
     )
 
 
-def resolve_verifier(verifier: Mapping[str, Any] | None, *, key: str) -> Callable[[str, str], Any]:
+def resolve_verifier(verifier: Mapping[str, Any] | None, *, key: str) -> Verifier:
     """The function behind `_target_` with its further arguments bound; exact match where there is none."""
     if not verifier:
         return exact

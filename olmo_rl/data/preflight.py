@@ -103,6 +103,7 @@ def look_into_task(config: Config, findings: Findings) -> None:
     task = findings.collect(lambda: task_of(config, tokenizer=tokenizer))
     if task is None:
         return
+    findings.notes.extend(findings.collect(task.check_references) or ())
     problems = findings.collect(lambda: task.problems(_PROMPTS, seed=config.seed)) or []
     if demonstrates:
         findings.collect(partial(_check_demonstrations, problems, tokenizer=tokenizer, config=config))

@@ -36,6 +36,9 @@ class ChatTask:
     def reward(self, problem: Problem, response: str) -> float:
         return self._task.reward(problem, response)
 
+    def check_references(self) -> tuple[str, ...]:
+        return self._task.check_references()
+
     def _rendered(self, problems: list[Problem]) -> list[Problem]:
         # The line break behind a question sets the answer apart where no template does.
         return [replace(problem, prompt=self._render(problem.prompt.rstrip("\n"))) for problem in problems]

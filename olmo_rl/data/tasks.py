@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ import numpy as np
 from olmo_rl.config import TaskConfig, TaskKind
 from olmo_rl.data.json_lines import parse_line, text_fault
 from olmo_rl.data.judging import build_judge, exact
+from olmo_rl.data.math_answers import reference_fault
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.types import Refusal
 
@@ -33,6 +35,8 @@ HELD_OUT_EVERY = 10
 # Draws of held-out problems use this seed, whatever the run's.
 HELD_OUT_SEED = 1_000_003
 MAX_DIGITS = 6
+REFERENCE_SECONDS = 30.0  # for judging every reference once before a run
+_REPORTED = 20  # faults of one file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +79,11 @@ class Task(Protocol):
         ...
 
     def reward(self, problem: Problem, response: str) -> float:
-        """What a response is worth: finite, or NaN where the verifier cannot judge."""
+        """The reward of a response: finite, or NaN where the verifier cannot judge."""
+        ...
+
+    def check_references(self) -> tuple[str, ...]:
+        """Refuse references that verifiers cannot judge; returns remarks on the others."""
         ...
 
 
@@ -162,6 +170,9 @@ class AdditionTask:
     def reward(self, problem: Problem, response: str) -> float:
         return exact(response, problem.answer)
 
+    def check_references(self) -> tuple[str, ...]:
+        return ()
+
     @property
     def counts(self) -> Mapping[str, int]:
         return {}
@@ -215,7 +226,53 @@ class JsonlTask:
         return take_held_out(self._reserved, count=count, where=f"task.path={self._path}")
 
     def reward(self, problem: Problem, response: str) -> float:
-        return self._judge.judge(response, answer=problem.answer, domain=problem.domain, problem=problem.id)
+        return self._judge.judge(
+            response, answer=problem.answer, domain=problem.domain, problem=self._where(problem)
+        )
+
+    def check_references(self) -> tuple[str, ...]:
+        """Judge every reference as a response to its own problem, for `REFERENCE_SECONDS` at most. Our own
+        verifiers must give it 1; those of users must give a verdict.
+        """
+        problems = [*self._training, *self._reserved]
+        ends = time.monotonic() + REFERENCE_SECONDS
+        faults: list[str] = []
+        worthless = judged = 0
+        try:
+            for problem in problems:
+                if time.monotonic() > ends or len(faults) == _REPORTED:
+                    break
+                judged += 1
+                try:
+                    reward = self._judged_reference(problem)
+                except Refusal as refusal:
+                    faults.extend(refusal.reasons)
+                    continue
+                worthless += reward == 0.0
+        finally:
+            self._judge.close()
+            self._judge.counts.clear()
+        if faults:
+            raise Refusal(faults)
+        remarks = []
+        if judged < len(problems):
+            remarks.append(
+                f"task.verifier judged {judged} of {len(problems)} references in {REFERENCE_SECONDS:g} s: "
+                "the rest is unchecked"
+            )
+        if worthless:
+            remarks.append(f"task.verifier gives 0 to {worthless} of {judged} references as responses")
+        return tuple(remarks)
+
+    def _judged_reference(self, problem: Problem) -> float:
+        reward = self.reward(problem, problem.answer)
+        if self._judge.is_built_in(problem.domain) and reward != 1.0:
+            fault = reference_fault(problem.answer) or "the verifier cannot read it"
+            raise Refusal(f"{self._where(problem)}: the reference {problem.answer!r} is invalid: {fault}")
+        return reward
+
+    def _where(self, problem: Problem) -> str:
+        return f"{self._path}, {problem.id.replace('-', ' ')}"
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -246,7 +303,7 @@ def _read_problems(path: Path) -> list[Problem]:
     if not problems and not faults:
         faults = [f"{path}: no problem in it"]
     if faults:
-        raise Refusal(faults[:20])
+        raise Refusal(faults[:_REPORTED])
     return problems
 
 

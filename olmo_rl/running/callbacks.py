@@ -7,15 +7,15 @@ import math
 from pathlib import Path
 from typing import IO, Any, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
 from olmo_rl.collections.generation import RolloutParts
-from olmo_rl.collections.sources import response_text
+from olmo_rl.collections.sources import response_text, together
 from olmo_rl.config import Config
+from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import PackedBatch
 from olmo_rl.data.tasks import Problem
 from olmo_rl.planning.report import draw_packs
@@ -118,12 +118,18 @@ def evaluation_due(trainer: Trainer, pl_module: LightningModule, *, interval: in
     return (interval > 0 and step % interval == 0) or step == trainer.max_steps or trainer.should_stop
 
 
+def log_known(module: LightningModule, name: str, value: float | None) -> None:
+    """Log a metric of this update; an unknown value leaves its cell empty."""
+    if value is not None:
+        module.log(name, value, batch_size=1)
+
+
 class Evaluation(Callback):
     """Greedy accuracy on held-out problems: before the first update, every `task.eval_interval` updates, at
     the end.
 
-    Routes are live: evaluation never replays. Ranks share the problems; the accuracy is one global count
-    divided by the number of problems.
+    Routes are live: evaluation never replays. Ranks share the problems; the accuracy is the global sum of
+    verdicts divided by their number. It is unknown where no response was judged.
     """
 
     def __init__(self, config: Config, *, parts: RolloutParts, contract: ContractLog) -> None:
@@ -131,7 +137,7 @@ class Evaluation(Callback):
         self._problems: list[Problem] | None = None
         self._parts = parts
         self._contract = contract
-        self.results: dict[int, float] = {}
+        self.results: dict[int, float | None] = {}  # None: nothing was judged
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,42 +160,52 @@ class Evaluation(Callback):
     ) -> None:
         due = evaluation_due(trainer, pl_module, interval=self._config.task.eval_interval)
         if due and trainer.global_step not in self.results:
-            pl_module.log("eval/accuracy", self._evaluate(trainer), batch_size=1)
+            log_known(pl_module, "eval/accuracy", self._evaluate(trainer))
 
-    def _evaluate(self, trainer: Trainer) -> float:
+    def _evaluate(self, trainer: Trainer) -> float | None:
         strategy = cast(ExpertParallelStrategy, trainer.strategy)
         if self._problems is None:
             count = self._config.task.eval_problems
             self._problems = strategy.from_rank_zero(lambda: self._parts.task.held_out(count))
         mine = self._problems[strategy.global_rank :: strategy.world_size]
-        generations = self._parts.engine.generate(
-            [
-                Request(id=problem.prompt, tokens=self._parts.tokenizer.encode(problem.prompt))
-                for problem in mine
-            ],
-            max_new_tokens=self._config.rollouts.max_new_tokens,
-            stop_token=self._parts.tokenizer.eos_id,
-            greedy=True,
-            seed=0,
-        )
-        judged = [
-            self._parts.task.reward(problem, response_text(generation, tokenizer=self._parts.tokenizer))
-            for problem, generation in zip(mine, generations, strict=True)
-            if generation is not None  # a serving engine that never answered says nothing about the policy
-        ]
-        correct, answered = strategy.sum_over_ranks(
-            torch.tensor([sum(judged), len(judged)], device=strategy.root_device, dtype=torch.float64)
-        ).tolist()
-        accuracy = correct / answered if answered else 0.0
-        self.results[trainer.global_step] = accuracy
+        found: tuple[int, Mean] | Refusal
+        try:
+            found = self._judged(mine)
+        except Refusal as refusal:  # a result here: the other ranks wait for this one's share
+            found = refusal
+        parts = together(strategy.gather_objects(found))
+        verdicts = sum((mean for _, mean in parts), Mean())
+        self.results[trainer.global_step] = verdicts.value
         self._contract.write(
             "evaluation",
             trainer=trainer,
-            accuracy=accuracy,
+            accuracy=verdicts.value,
             problems=len(self._problems),
-            answered=int(answered),
+            answered=sum(answered for answered, _ in parts),
+            judged=verdicts.count,
         )
-        return accuracy
+        return verdicts.value
+
+    def _judged(self, problems: list[Problem]) -> tuple[int, Mean]:
+        """How many of these problems were answered, and the mean verdict of those that were judged."""
+        tokenizer, task = self._parts.tokenizer, self._parts.task
+        generations = self._parts.engine.generate(
+            [Request(id=problem.prompt, tokens=tokenizer.encode(problem.prompt)) for problem in problems],
+            max_new_tokens=self._config.rollouts.max_new_tokens,
+            stop_token=tokenizer.eos_id,
+            greedy=True,
+            seed=0,
+        )
+        answered = [
+            (problem, generation)
+            for problem, generation in zip(problems, generations, strict=True)
+            if generation is not None  # a serving engine that never answered says nothing about the policy
+        ]
+        verdicts = [
+            task.reward(problem, response_text(generation, tokenizer=tokenizer))
+            for problem, generation in answered
+        ]
+        return len(answered), Mean.of(verdicts)
 
 
 class PackPicture(Callback):

@@ -19,16 +19,19 @@ from olmo_rl.collections.conversations import Conversations
 from olmo_rl.collections.supervised import supervised_batch
 from olmo_rl.config import Config
 from olmo_rl.data.chat_files import open_chat, rows_in_order
+from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import PackedBatch, RouteMode
 from olmo_rl.data.tokenizers import Tokenizer
-from olmo_rl.running.callbacks import ContractLog, evaluation_due
+from olmo_rl.running.callbacks import ContractLog, evaluation_due, log_known
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.update import score_pack
 from olmo_rl.types import Sample
 
 
 class HeldOutLoss(Callback):
-    """`eval/loss` before the first update, every `sft.eval_interval` updates and at the end."""
+    """`eval/loss` before the first update, every `sft.eval_interval` updates and at the end; unknown where no
+    token is scored.
+    """
 
     def __init__(self, config: Config, *, tokenizer: Tokenizer, contract: ContractLog) -> None:
         self._config = config
@@ -47,14 +50,14 @@ class HeldOutLoss(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if evaluation_due(trainer, pl_module, interval=self._config.sft.eval_interval):
-            pl_module.log("eval/loss", self._evaluate(trainer), batch_size=1)
+            log_known(pl_module, "eval/loss", self._evaluate(trainer))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step != self._evaluated:  # the data ended first
             self._evaluate(trainer)
 
-    def _evaluate(self, trainer: Trainer) -> float:
+    def _evaluate(self, trainer: Trainer) -> float | None:
         strategy = cast(ExpertParallelStrategy, trainer.strategy)
         total = torch.zeros(2, dtype=torch.float64, device=strategy.root_device)
         conversations = 0
@@ -65,15 +68,16 @@ class HeldOutLoss(Callback):
                 logprobs = score_pack(pack, strategy=strategy, mode=RouteMode.live)
                 total += torch.stack([-logprobs.double().sum(), logprobs.new_tensor(len(logprobs)).double()])
         loss, tokens = strategy.sum_over_ranks(total).tolist()
+        mean = Mean(total=loss, count=int(tokens)).value
         self._evaluated = trainer.global_step
         self._contract.write(
             "evaluation",
             trainer=trainer,
-            loss=loss / tokens,
+            loss=mean,
             scored_tokens=int(tokens),
             conversations=conversations,
         )
-        return loss / tokens
+        return mean
 
     def _steps(self, strategy: ExpertParallelStrategy) -> Iterator[list[Sample]]:
         """Held-out conversations in the order of their files, as many at a time as a step trains."""

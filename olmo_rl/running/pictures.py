@@ -12,7 +12,7 @@ from olmo_rl.running.metrics_csv import read_metrics
 SMOOTHING = 10  # updates
 
 
-def draw_reward(metrics: Path, *, evaluations: Mapping[int, float], path: Path, title: str) -> None:
+def draw_reward(metrics: Path, *, evaluations: Mapping[int, float | None], path: Path, title: str) -> None:
     """Mean reward of every collection, its running mean, and greedy held-out accuracy over updates."""
     from matplotlib.figure import Figure
 
@@ -27,8 +27,8 @@ def draw_reward(metrics: Path, *, evaluations: Mapping[int, float], path: Path, 
         axes.plot(
             steps[SMOOTHING - 1 :], smooth, color="#1f6fb4", linewidth=2, label=f"mean of {SMOOTHING} updates"
         )
-    if evaluations:
-        points = sorted(evaluations.items())
+    points = sorted((step, value) for step, value in evaluations.items() if value is not None)
+    if points:
         axes.plot(
             [step for step, _ in points],
             [accuracy for _, accuracy in points],
