@@ -1,24 +1,18 @@
 r"""Equality of mathematical answers as people spell them: `x=4`, `25\%`, `11_{2}`, `(1, 2]`, `5 cm`, `Paris`.
 
-Owns what surrounds a formula: where the final answer of a response is, delimiters, units, percent signs,
-bases, assignments, lists, intervals, words. Formulas themselves are read and compared by math-verify
-(`pip install 'olmo_rl[math]'`), numbers exactly: a decimal equals another only if all digits agree, and an
-irrational or periodic number within a relative 1e-6.
+Owns the structure around a formula: where the final answer of a response is, delimiters, assignments, lists,
+intervals, bases, words. `math_values` compares numbers, units and formulas.
 
 A reference and a response are read by the same rules, so that a reference always equals itself. The response
 may leave out a unit, a percent sign, a base or `x=` that the reference carries; a different one is wrong.
-Numbers that would take minutes to evaluate (towers of powers, big factorials) are wrong answers.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
-TOLERANCE = 1e-6  # relative, of numbers without a finite decimal form
-LONGEST = 1000  # characters of a formula that is read
+from olmo_rl.data.math_values import TEXT, equal_formulas, equal_quantities
 
 _SPAN = r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<![\\\d])\$[^$\n]+?(?<!\\)\$"
 _SPANS = re.compile(
@@ -38,7 +32,6 @@ _WORD = re.compile(
     rf"(?<![\\A-Za-z{{])(?!(?:{'|'.join(_FUNCTIONS.split())}|and|or)\b)"
     rf"(?:[A-Za-z]{{3,}}(?![A-Za-z_^(])|(?:{'|'.join(_TWO.split())})\b)",
 )
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
 _CHARACTERS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "±": r"\pm ", "√": r"\sqrt ", "∪": r"\cup ",
@@ -52,30 +45,9 @@ _THOUSANDS = re.compile(
 )
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d])(\d+\.?\d*|\.\d+)\s*[eE]([+-]?\d+)(?![\d.A-Za-z])")
 _MIXED = re.compile(r"(?<![\d./])(-?)(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/])")
-_PERIODIC = re.compile(r"^(-?)(\d*)\.(\d*)\\overline\{(\d+)\}$")
 _BASED = re.compile(r"^\(?([0-9A-Za-z]+)\)?_\{?(\d+)\}?$")
-_PERCENT = re.compile(r"\s*(?:\\?%|\bper\s?cent\b|\bpercentage points?\b)\s*$", re.IGNORECASE)
-_DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)\s*$")
-_UNIT = re.compile(
-    r"^(.*[\d\})!])\s*((?:[A-Za-z][A-Za-z.]+|[a-zA-Z](?=\^|/|$))(?:[\s/*^\d{}A-Za-z.-]*))$", re.DOTALL
-)
 _CLOCK = re.compile(r"^\d{1,2}:[0-5]\d$")
-_CURRENCY = re.compile(r"^(-?)\s*(?:\\?\$|[€£¥₹])\s*(?=[\d.-])")
 _LEFT = re.compile(r"^(?:[A-Za-z](?:_\{?\w+\}?)?'*|\\[a-z]+)(?:\([A-Za-z, ]+\))?$")
-_HUGE = re.compile(
-    r"\^\s*\{?\s*[-\d.]*\s*\d{5}|\^\s*\{[^{}]*\d[^{}]*\^|\^\s*\d+\s*\^|\d{4}\s*!|!\s*!|\)\s*!|\}\s*!"
-)
-
-# What sympy raises on formulas that it cannot evaluate: they equal nothing.
-_UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 
 
 def equal_answers(response: str, answer: str) -> bool:
@@ -136,7 +108,7 @@ def _boxed(text: str) -> str | None:
 
 def _without_prose(line: str) -> str:
     """The last stretch of `line` that reads as a formula, with the unit behind it."""
-    hidden = _TEXT.sub(lambda match: "\0" * len(match[0]), line)
+    hidden = TEXT.sub(lambda match: "\0" * len(match[0]), line)
     words = [match.span() for match in _WORD.finditer(hidden)]
     if not words:
         return line
@@ -213,19 +185,19 @@ def _equal(gold: str, given: str) -> bool:
         return verdict
     if (verdict := _equal_numerals(gold, given)) is not None:
         return verdict
-    return _equal_quantities(gold, given)
+    return equal_quantities(gold, given)
 
 
 def _words(text: str) -> str:
     """Text for comparison: letters in one case, no markup, no parentheses around one letter."""
-    plain = _TEXT.sub(r"\1", text).replace("\\", "").strip(" .*")
+    plain = TEXT.sub(r"\1", text).replace("\\", "").strip(" .*")
     plain = re.sub(r"^\(([A-Za-z])\)$", r"\1", plain)
     return re.sub(r"\s+", "" if not _is_words(text) else " ", plain).casefold()
 
 
 def _is_words(text: str) -> bool:
     r"""Whether the answer is a word and not a formula: \text{...} alone, or letters that are no product."""
-    if re.fullmatch(_TEXT, text.strip()) and not re.match(r"\s*[-\d.]", _TEXT.sub(r"\1", text)):
+    if re.fullmatch(TEXT, text.strip()) and not re.match(r"\s*[-\d.]", TEXT.sub(r"\1", text)):
         return True
     letters = text.strip().strip(".")
     if not re.fullmatch(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*", letters) or letters in _FUNCTIONS.split():
@@ -252,7 +224,7 @@ def _alternatives(text: str) -> list[str] | None:
     """Parts of a list without brackets or a union; None where there is only one."""
     if r"\begin" in text:
         return None
-    text = _TEXT.sub(lambda match: match[1] if match[1].strip() in ("and", "or") else match[0], text)
+    text = TEXT.sub(lambda match: match[1] if match[1].strip() in ("and", "or") else match[0], text)
     parts = [part for part in _split(text, at=r",\s*and\b|,\s*or\b|\band\b|\bor\b|[,;]|\\cup\b") if part]
     return parts if len(parts) > 1 else None
 
@@ -267,10 +239,10 @@ def _equal_sides(gold: str, given: str) -> bool | None:
         turned = _LEFT.match(givens[-1]) is not None and _LEFT.match(givens[0]) is None  # 4 = x
         return _equal(gold, givens[0 if turned else -1])
     if not _LEFT.match(golds[0]):
-        return _equal_formulas(gold, given)
+        return equal_formulas(gold, given)
     if len(givens) == 1 or _words(golds[0]) == _words(givens[0]):
         return _equal(golds[-1], givens[-1])
-    return None if _LEFT.match(givens[0]) is None and _equal_formulas(gold, given) else False
+    return None if _LEFT.match(givens[0]) is None and equal_formulas(gold, given) else False
 
 
 def _bracketed(text: str) -> tuple[str, str, list[str]] | None:
@@ -340,164 +312,3 @@ def _equal_numerals(gold: str, given: str) -> bool | None:
         return int(ours[1], int(ours[2])) == int(digits, int(base))
     except ValueError:  # a variable with an index, or digits beyond the base
         return None if theirs is None or ours[1].isalpha() else False
-
-
-def _equal_quantities(gold: str, given: str) -> bool:
-    """A number with a unit, a percent sign or neither: the number, and the unit where both have one."""
-    (number, unit), (other, theirs) = _quantity(gold), _quantity(given)
-    if unit == theirs or not unit or not theirs:
-        return _equal_formulas(number, other) or (
-            unit != theirs
-            and "%" in (unit, theirs)
-            and _equal_formulas(_percent(number, unit), _percent(other, theirs))
-        )
-    factor = _conversion(unit, theirs)
-    return factor is not None and _equal_formulas(number, rf"({other}) \cdot {factor}")
-
-
-def _percent(number: str, unit: str) -> str:
-    return rf"\frac{{{number}}}{{100}}" if unit == "%" else number
-
-
-def _quantity(text: str) -> tuple[str, str]:
-    """A number and its unit, "" without one; "%" and "deg" stand for all spellings of percent and degrees."""
-    money = _CURRENCY.sub(r"\1", text)
-    if money != text:
-        return _quantity(money)[0], "dollar"
-    if (match := _PERCENT.search(text)) is not None and match.start() > 0:
-        return text[: match.start()], "%"
-    if (match := _DEGREES.search(text)) is not None and match.start() > 0:
-        return text[: match.start()], "deg"
-    plain = _TEXT.sub(
-        lambda match: f" {match[1]} " if re.search("[A-Za-z]", match[1]) else match[1], text
-    ).strip()
-    if (match := _UNIT.match(plain)) is not None:
-        named = plain != text or re.search(r"\s[A-Za-z]{3}", match[0]) or _known_unit(match[2]) is not None
-        if named:
-            return match[1].strip(), _singular(match[2])
-    return text, ""
-
-
-def _singular(unit: str) -> str:
-    unit = re.sub(r"[{}.]", "", unit).strip()
-    lower = unit if len(unit) < 3 else unit.casefold()
-    named = {
-        "degree": "deg",
-        "degrees": "deg",
-        "degs": "deg",
-        "dollars": "dollar",
-        "feet": "foot",
-        "percent": "%",
-    }
-    if lower in named:
-        return named[lower]
-    return lower[:-1] if len(lower) > 3 and lower.endswith("s") and not lower.endswith("ss") else lower
-
-
-@cache
-def _known_unit(name: str) -> Any:
-    """The unit of sympy that `name` means, also with powers and quotients (cm, meters, km/h, m^2), in units
-    of the SI; else None.
-    """
-    from sympy.physics import units
-
-    words, short = (
-        {"square": 2, "sq": 2, "cubic": 3},
-        {"h": "hour", "hr": "hour", "sec": "second", "min": "minute"},
-    )
-    first, _, rest = re.sub(r"[{}.]", "", name).strip().partition(" ")
-    power = words.get(first, 1) if rest else 1
-    product: Any = 1
-    for index, part in enumerate((rest if power > 1 else f"{first} {rest}".strip()).split("/")):
-        base, _, exponent = part.strip().partition("^")
-        base = short.get(base, base)
-        found = getattr(units, base, None) or getattr(units, _singular(base), None)
-        if not isinstance(found, units.Quantity) or (exponent and not exponent.isdigit()):
-            return None
-        product *= found ** (int(exponent or 1) * power * (-1 if index else 1))
-    base_units = [units.meter, units.kilogram, units.second, units.ampere, units.kelvin, units.mole]
-    return units.convert_to(product, base_units)
-
-
-def _conversion(unit: str, theirs: str) -> Any:
-    """How many `unit` one `theirs` is; None where they measure different things or are unknown."""
-    from sympy import simplify
-
-    ours, other = _known_unit(unit), _known_unit(theirs)
-    factor = None if ours is None or other is None else simplify(other / ours)
-    return factor if factor is not None and factor.is_number else None
-
-
-def _equal_formulas(gold: str, given: str) -> bool:
-    """Two formulas by math-verify; two numbers by value."""
-    from math_verify import verify
-
-    try:
-        ours, theirs = _parsed(gold), _parsed(given)
-        if ours is None or theirs is None:
-            return False
-        exact, other = _number(ours), _number(theirs)
-        if exact is not None and other is not None:
-            return _equal_values(exact, other)
-        return bool(verify([ours], [theirs], timeout_seconds=None))
-    except _UNREADABLE:
-        return False
-
-
-def _parsed(formula: str) -> Any:
-    """What math-verify reads: an expression, a relation, a set or a matrix; None where it reads nothing."""
-    from math_verify import LatexExtractionConfig, parse
-
-    if len(formula) > LONGEST or _HUGE.search(formula):
-        return None
-    if (match := _PERIODIC.match(formula.replace(" ", ""))) is not None:
-        sign, whole, head, period = match.groups()
-        shift, nines = 10 ** len(head), 10 ** len(period) - 1
-        top = int((whole or "0") + head) * nines + int(period)
-        formula = rf"{sign}\frac{{{top}}}{{{shift * nines}}}"
-    formula = _ascending(formula)
-    found = parse(rf"\boxed{{{formula}}}", [LatexExtractionConfig()], parsing_timeout=None)
-    return None if not found or isinstance(found[0], str) else found[0]
-
-
-def _ascending(formula: str) -> str:
-    """3 > x > 1 as 1 < x < 3, the only direction that math-verify reads as one chain."""
-    signs = {">": " < ", r"\ge": r" \le ", r"\geq": r" \le "}
-    found = re.findall(r"\\geq?(?![a-z])|>", formula)
-    if len(found) < 2 or re.search(r"<|\\le(?![a-z])|\\leq(?![a-z])", formula):
-        return formula
-    parts = re.split(r"\\geq?(?![a-z])|>", formula)
-    chain = [parts[-1]]
-    for sign, part in zip(reversed(found), reversed(parts[:-1]), strict=True):
-        chain += [signs[sign], part]
-    return "".join(chain)
-
-
-def _number(value: Any) -> Any:
-    """A number of sympy with decimals as fractions; None for everything else."""
-    import sympy
-
-    if not isinstance(value, sympy.Expr) or value.free_symbols or not value.is_number:
-        return None
-    decimals = {part: sympy.Rational(str(part)) for part in value.atoms(sympy.Float)}
-    value = value.xreplace(decimals).doit()
-    return value if value.is_finite else None
-
-
-def _equal_values(ours: Any, theirs: Any) -> bool:
-    if ours.is_Rational and theirs.is_Rational and all(_terminates(value.q) for value in (ours, theirs)):
-        return bool(ours == theirs)
-    if ours == theirs:
-        return True
-    if ours.is_Integer and theirs.is_Integer:
-        return False
-    difference, size = abs((ours - theirs).evalf(20)), abs(ours.evalf(20))
-    return bool(difference <= TOLERANCE * size)
-
-
-def _terminates(denominator: int) -> bool:
-    """Whether a fraction has a finite decimal form."""
-    for factor in (2, 5):
-        while denominator % factor == 0:
-            denominator //= factor
-    return denominator == 1
