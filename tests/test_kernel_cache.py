@@ -13,7 +13,7 @@ from olmo_rl.planning import kernel_cache
 COUNT = """
 import sys
 import numpy as np
-from olmo_rl.planning.kernels import count_kernel
+from olmo_rl.planning.numba_kernels import count_kernel
 for bits in sys.argv[1:]:
     routes = np.array([[[0, 3]], [[1, 2]], [[0, 1]]], f"uint{bits}")
     print(count_kernel(routes, np.array([2, 4], np.uint8), 1).ravel().tolist())

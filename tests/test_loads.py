@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from olmo_rl.planning.kernels import HAVE_NUMBA
+from olmo_rl.planning.numba_kernels import HAVE_NUMBA
 from olmo_rl.planning.loads import (
     collection_loads,
     count_compiled,

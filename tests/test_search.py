@@ -162,7 +162,7 @@ import numpy as np
 np.seterr(over="ignore")
 from planner_cases import random_case
 from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
-from olmo_rl.planning.kernels import HAVE_NUMBA
+from olmo_rl.planning.numba_kernels import HAVE_NUMBA
 assert HAVE_NUMBA == (len(sys.argv) == 1)
 plans = []
 for kind, proposals in (("anneal", 600), ("reference", 30), ("greedy", None)):

@@ -132,7 +132,7 @@ def count_numpy(
 
 def compile_counting(layout: ExpertLayout, *, topology: Topology) -> None:
     """Compile `count_compiled` for experts of `layout` and every width of ids, or load it from the cache."""
-    from olmo_rl.planning.kernels import compile_for, count_kernel
+    from olmo_rl.planning.numba_kernels import compile_for, count_kernel
 
     limits = _limits(topology.destinations(layout.num_experts), ep_degree=topology.ep_degree)
     for width in (np.uint8, np.uint16, np.uint32, np.uint64):
@@ -150,7 +150,7 @@ def count_compiled(
 ) -> tuple[NDArray[np.int64], int]:
     """`count_numpy` by the kernel: one pass that counts and checks the range."""
     # numba takes half a second to import: length-only plans and users of tail_routes do without it.
-    from olmo_rl.planning.kernels import HAVE_NUMBA, count_kernel
+    from olmo_rl.planning.numba_kernels import HAVE_NUMBA, count_kernel
 
     if not HAVE_NUMBA or not routes.size:
         return count_numpy(routes, table=table, ep_degree=ep_degree, layer_stride=layer_stride)

@@ -1,4 +1,4 @@
-"""A plan as JSON, as a table and as a picture. Owns the format of plan.json and what `packs.png` shows.
+"""A plan as JSON and as a table. Owns the format of plan.json.
 
 plan.json is byte-identical for identical input: no clock, no path, floats rounded to nine decimals. Packing
 off has no budget, so `budget` and `fill` are null there; without routes every expert field is null. Where
@@ -24,9 +24,8 @@ from rich.table import Table
 from olmo_rl.config import Config, ScoringMode
 from olmo_rl.planning.objective import Bounds, Work, gap, lower_bounds, measure
 from olmo_rl.planning.pads import Pads
-from olmo_rl.types import NO_PADDING, PackPlan, Padding, Topology
+from olmo_rl.types import PackPlan, Topology
 
-PADS = "#f0b8a8"  # their colour in packs.png
 _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
 
 
@@ -266,91 +265,3 @@ def _short(value: float) -> str:
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}T"
-
-
-def draw_packs(
-    plan: PackPlan,
-    *,
-    lengths: Sequence[int] | NDArray[np.int64],
-    budget: int | None,
-    path: Path,
-    padding: Padding = NO_PADDING,
-    title: str = "Packs of one optimizer step",
-) -> None:
-    """Draw one optimizer step: a row per rank, packs side by side, documents as bars against the budget, pads
-    behind them.
-
-    All packs of a column run together. `budget` None (packing off) leaves each column as wide as its longest
-    document.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.collections import PolyCollection
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
-
-    tokens = np.asarray(lengths, dtype=np.int64)
-    widths = [
-        budget or max(int(tokens[i]) for rank in plan.packs for i in rank[column])
-        for column in range(plan.packs_per_rank)
-    ]
-    gap = sum(widths) * min(0.012, 0.15 / len(widths))
-    starts = np.concatenate([[0], np.cumsum(np.array(widths) + gap)])
-    slots, bars, values, pads = [], [], [], []
-    for rank, packs in enumerate(plan.packs):
-        for column, pack in enumerate(packs):
-            left = float(starts[column])
-            slots.append(_box(left, left + widths[column], rank))
-            for position in pack:
-                right = left + int(tokens[position])
-                bars.append(_box(left, right, rank))
-                values.append(int(tokens[position]))
-                left = right
-            rows = padding.rows(int(tokens[list(pack)].sum()))
-            if (end := float(starts[column]) + rows) > left:
-                pads.append(_box(left, end, rank))
-    height = min(14.0, 1.7 + 0.32 * plan.world_size)
-    figure = Figure(figsize=(11, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    scale = Normalize(vmin=0, vmax=int(tokens.max()))
-    # Edges thin out with their number, so that short documents and narrow packs stay visible between them.
-    edge = min(0.5, 90 * plan.world_size / len(values))
-    frame = min(0.5, 40 / len(widths))
-    axes.add_collection(PolyCollection(slots, facecolors="#eeeeee", edgecolors="#999999", linewidths=frame))
-    axes.add_collection(
-        PolyCollection(
-            bars, array=np.array(values), cmap="YlGnBu", norm=scale, edgecolors="white", linewidths=edge
-        )
-    )
-    axes.add_collection(PolyCollection(pads, facecolors=PADS, edgecolors="none"))
-    axes.set_xlim(-gap, starts[-1])
-    axes.set_ylim(plan.world_size - 0.4, -0.6)
-    every = max(1, plan.packs_per_rank // 16)
-    axes.set_xticks(
-        [float(starts[c]) + widths[c] / 2 for c in range(0, plan.packs_per_rank, every)],
-        [f"{c}" for c in range(0, plan.packs_per_rank, every)],
-    )
-    axes.set_yticks(range(0, plan.world_size, max(1, plan.world_size // 16)))
-    axes.tick_params(length=0)
-    for side in ("top", "right", "bottom", "left"):
-        axes.spines[side].set_visible(False)
-    wide = (
-        f"each box is {budget:,} tokens wide, grey is unused" + (", red are pads" if pads else "")
-        if budget
-        else "packing off: one document a forward"
-    )
-    axes.set(xlabel=f"pack (all ranks run one column together; {wide})", ylabel="rank")
-    shape = f"{len(tokens)} samples, {plan.packs_per_rank} packs on each of {plan.world_size} ranks"
-    fill = f", fill {tokens.sum() / (plan.world_size * sum(widths)):.3f}" if budget else ""
-    axes.set_title(f"{title}: {shape}{fill}", loc="left")
-    figure.colorbar(
-        ScalarMappable(norm=scale, cmap="YlGnBu"), ax=axes, label="tokens of a document", pad=0.01
-    )
-    temporary = path.with_name(f".{path.name}.partial")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
-
-
-def _box(left: float, right: float, rank: int) -> list[tuple[float, float]]:
-    return [(left, rank - 0.4), (right, rank - 0.4), (right, rank + 0.4), (left, rank + 0.4)]

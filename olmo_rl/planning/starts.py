@@ -1,9 +1,9 @@
 """Where a search begins: ranks balanced by length, packs filled within the budget, and the best of these
 plans.
 
-Owns length rows, Karmarkar-Karp ranks of equal counts, first-fit cells of a given number of columns, and
-what "the best start" and "no worse" mean. The orders know nothing about experts: long samples have many
-assignments, so that lengths already explain most of the imbalance.
+Owns length rows, Karmarkar-Karp ranks of equal counts, first-fit cells of a given number of columns, J in
+fixed point, and the definitions of "the best start" and "no worse". The starts ignore experts: long samples
+have many assignments, so lengths already explain most of the imbalance.
 
 Shapes: N = W x n samples, `ranks` int64 [W, n] positions of every rank in packing order, C columns. `cells`
 int32 [N] is `rank x C + column` of every sample.
@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.config import BalanceLevel
-from olmo_rl.planning.objective import Work, lower_bounds, measure
-from olmo_rl.planning.packing import equalise, pack_consecutively, plan_step
-from olmo_rl.planning.weights import Weights
+from olmo_rl.planning.objective import Bounds, Work, measure
+from olmo_rl.planning.packing import equalise, pack_consecutively
 from olmo_rl.types import PackPlan, Topology
 
 _GUARDED = ("expert_work", "token_work", "pair_work", "packs_per_rank")
@@ -34,6 +32,61 @@ class Start:
     name: str
     plan: PackPlan
     work: Work
+
+    def keeps(self, cap: int | None) -> bool:
+        """Whether no destination receives more than `cap` assignments of one layer in one column."""
+        return cap is None or (self.work.max_destination_load or 0) <= cap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """J in fixed point: what a unit of each work, and an assignment above the cap, adds to the integer
+    objective. Searches compare these integers, so they decide alike on every machine.
+    """
+
+    expert: int
+    token: int
+    pair: int
+    excess: int
+
+    @property
+    def terms(self) -> tuple[int, int, int, int]:
+        return self.expert, self.token, self.pair, self.excess
+
+    def objective(self, work: Work | Bounds) -> int:
+        return (
+            self.expert * (work.expert_work or 0) + self.token * work.token_work + self.pair * work.pair_work
+        )
+
+
+def fixed_point(base: Work, *, topology: Topology) -> Weights:
+    """Weights with J = 1 per term at `base`, scaled so that no plan and no pressure reaches 2^63."""
+    one = 2**54 // topology.world_size
+    expert = one // base.expert_work if base.expert_work else 0
+    # One assignment too many costs as much as 16 units of expert work, whatever layers they are in.
+    return Weights(
+        expert=expert, token=one // base.token_work, pair=one // base.pair_work, excess=16 * max(expert, 1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Problem:
+    """One batch to search a plan for: `lengths` int64 [N]; `loads` int32 [N, E, L], None for a plan by length
+    alone; `cap`: most assignments of one destination in one layer of one column, None for any number;
+    `proposals` None for the search's own number.
+    """
+
+    lengths: NDArray[np.int64]
+    loads: NDArray[np.int32] | None
+    budget: int
+    topology: Topology
+    arrival: Start
+    bounds: Bounds
+    weights: Weights
+    cap: int | None
+    proposals: int | None
+    seconds: float
+    seed: int
 
 
 def by_length(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -115,18 +168,6 @@ def fill_columns(
     return cells
 
 
-def flatten_columns(
-    ranks: NDArray[np.int64], *, cells: NDArray[np.int32], lengths: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """int64 [W, n]: every rank column by column, the longest sample of a column first.
-
-    A long sample at the head of a column is what stops the greedy packer from pulling it into the pack
-    before.
-    """
-    order = np.lexsort((ranks, -lengths[ranks], cells[ranks]), axis=1)
-    return np.take_along_axis(ranks, order, axis=1)
-
-
 def order_plan(ranks: NDArray[np.int64], *, lengths: NDArray[np.int64], budget: int) -> PackPlan:
     """The greedy, equalised packs of `ranks` [W, n]."""
     packed = equalise([pack_consecutively(rank, lengths=lengths, budget=budget) for rank in ranks.tolist()])
@@ -146,48 +187,35 @@ def no_worse(work: Work, *, than: Work) -> bool:
     return all((getattr(work, name) or 0) <= (getattr(than, name) or 0) for name in _GUARDED)
 
 
-def starts(
-    lengths: NDArray[np.int64],
-    *,
-    loads: NDArray[np.int32] | None,
-    budget: int,
-    topology: Topology,
-    level: BalanceLevel,
-) -> list[Start]:
+def starts(problem: Problem) -> list[Start]:
     """The order of arrival first, then ranks balanced by length, their packs greedy or filled to few
     columns.
     """
-    world = topology.world_size
-    plans = {"arrival": plan_step(lengths, budget=budget, topology=topology)}
+    lengths, budget, topology = problem.lengths, problem.budget, problem.topology
+    plans = {}
     balanced = {
-        "length_rows": length_rows(lengths, world_size=world),
-        "karmarkar_karp": karmarkar_karp_ranks(lengths, world_size=world),
+        "length_rows": length_rows(lengths, world_size=topology.world_size),
+        "karmarkar_karp": karmarkar_karp_ranks(lengths, world_size=topology.world_size),
     }
-    fewest = lower_bounds(lengths=lengths, loads=None, topology=topology, budget=budget).packs_per_rank
     for name, ranks in balanced.items():
         plans[name] = order_plan(ranks, lengths=lengths, budget=budget)
-        for columns in range(fewest, plans[name].packs_per_rank + 1):
+        for columns in range(problem.bounds.packs_per_rank, plans[name].packs_per_rank + 1):
             cells = fill_columns(ranks, lengths=lengths, budget=budget, columns=columns)
-            if cells is None:
-                continue
-            if level is BalanceLevel.cells:
+            if cells is not None:
                 plans[f"{name}_filled"] = cells_plan(cells, topology=topology, columns=columns)
-            else:
-                filled = flatten_columns(ranks, cells=cells, lengths=lengths)
-                plans[f"{name}_filled"] = order_plan(filled, lengths=lengths, budget=budget)
-            break
-    return [
-        Start(name=name, plan=plan, work=measure(plan, lengths=lengths, loads=loads, topology=topology))
+                break
+    measured = {
+        name: measure(plan, lengths=lengths, loads=problem.loads, topology=topology)
         for name, plan in plans.items()
-    ]
+    }
+    return [problem.arrival] + [Start(name=n, plan=plan, work=measured[n]) for n, plan in plans.items()]
 
 
 def best_start(candidates: Sequence[Start], *, weights: Weights, cap: int | None) -> Start:
     """The start of least J among those that keep the cap and have no more packs than the order of arrival."""
 
     def rank(start: Start) -> tuple[bool, int, int]:
-        over = cap is not None and (start.work.max_destination_load or 0) > cap
-        return over, weights.objective(start.work), start.work.packs_per_rank
+        return not start.keeps(cap), weights.objective(start.work), start.work.packs_per_rank
 
     arrival = candidates[0].work
     return min((s for s in candidates if s.work.packs_per_rank <= arrival.packs_per_rank), key=rank)

@@ -18,7 +18,7 @@ from olmo_rl.config import Config
 from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import PackedBatch
 from olmo_rl.data.tasks import Problem
-from olmo_rl.planning.report import draw_packs
+from olmo_rl.planning.pictures import draw_packs
 from olmo_rl.policy.engine import Request
 from olmo_rl.run_directory import whole_lines
 from olmo_rl.training.module import PolicyModule

@@ -28,17 +28,24 @@ def kernel(function: F) -> F:
     return _compiled(function)
 
 
-def inlined(function: F) -> F:
-    """`function` for the inner loops of other kernels: copied into them, so that no call and no reference
-    count of its array arguments is left.
+def in_place(function: F) -> F:
+    """A kernel that only writes into its arguments: it allocates nothing and returns no array.
+
+    It is compiled without reference counts, which cost several times the arithmetic of an inner loop that
+    reads arrays from a NamedTuple.
     """
-    return _compiled(function, forceinline=True)
+    return _compiled(function, _nrt=False)
 
 
-def _compiled(function: F, *, forceinline: bool = False) -> F:
+def inlined(function: F) -> F:
+    """An `in_place` kernel that is copied into the kernels that call it."""
+    return _compiled(function, _nrt=False, forceinline=True)
+
+
+def _compiled(function: F, **options: bool) -> F:
     if not HAVE_NUMBA:
         return function
-    compiled: Any = numba.njit(nogil=True, forceinline=forceinline)(function)
+    compiled: Any = numba.njit(nogil=True, **options)(function)
     compiled._cache = KernelCache(function)
     return cast(F, compiled)
 

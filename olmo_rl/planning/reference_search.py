@@ -19,27 +19,48 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.planning.anneal import EQUALISED, KEPT, REPACKED
-from olmo_rl.planning.objective import Bounds, Work
+from olmo_rl.planning.objective import Bounds, Work, measure
 from olmo_rl.planning.packing import RankPacks, equalise, pack_consecutively
-from olmo_rl.planning.starts import by_length
-from olmo_rl.planning.weights import Weights
+from olmo_rl.planning.starts import Problem, Start, Weights, arrival_ranks, by_length, order_plan
 from olmo_rl.types import PackPlan, SearchLog, Topology
 
 I64 = NDArray[np.int64]
 
 PROPOSALS, PATIENCE = 1024, 256
+# Ways to score a proposal: pack boundaries stay, columns of two ranks change, all ranks are packed again.
+KEPT, REPACKED, EQUALISED = "boundaries_kept", "columns_repacked", "world_equalised"
 METRICS = tuple(field.name for field in fields(Work))
 
 
 class Batch(NamedTuple):
-    """What does not change during a search."""
+    """The constants of a search: `n` int64 [N] lengths, `h` loads, without layers where none are known."""
 
     n: I64
     h: I64
     topology: Topology
     budget: int
     weights: Weights
+
+
+def batch_of(problem: Problem) -> Batch:
+    n, loads = problem.lengths, problem.loads
+    h = np.zeros((len(n), 1, 0), dtype=np.int64) if loads is None else loads.astype(np.int64)
+    return Batch(n=n, h=h, topology=problem.topology, budget=problem.budget, weights=problem.weights)
+
+
+def reference_start(problem: Problem) -> tuple[Start, I64]:
+    """The start of least J that is no worse than the order of arrival on any metric, and its ranks [W, n]:
+    the order of arrival, or samples placed greedily in that order or by length.
+    """
+    batch = batch_of(problem)
+    candidates = [(problem.arrival, arrival_ranks(len(batch.n), world_size=batch.topology.world_size))]
+    for name, order in (("arrival", np.arange(len(batch.n))), ("length", by_length(batch.n))):
+        ranks = greedy_ranks(order, n=batch.n, h=batch.h, topology=batch.topology, weights=batch.weights)
+        plan = order_plan(ranks, lengths=batch.n, budget=batch.budget)
+        work = measure(plan, lengths=batch.n, loads=problem.loads, topology=batch.topology)
+        if worse_metric(work, guard=problem.arrival.work) is None:
+            candidates.append((Start(name=f"greedy_{name}", plan=plan, work=work), ranks))
+    return min(candidates, key=lambda c: (batch.weights.objective(c[0].work), c[0].work.packs_per_rank))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -236,25 +257,18 @@ def proposals(packed: Packed, *, batch: Batch, rng: np.random.Generator) -> Iter
         yield i, int(some[np.argmin((h[some] * weight).sum(axis=(1, 2)))])
 
 
-def search_reference(
-    start: I64,
-    *,
-    batch: Batch,
-    experts: bool,
-    bounds: Bounds,
-    seed: int,
-    limit: int | None,
-    seconds: float,
-) -> tuple[PackPlan, SearchLog, dict[str, int]]:
-    """Strict descent from `start` [W, n], which is also the guard: plan, log and scoring paths.
+def search_reference(start: I64, *, problem: Problem) -> tuple[PackPlan, dict[str, int]]:
+    """Strict descent from `start` [W, n], which is also the guard: the plan with its log, and how often each
+    way of scoring was taken.
 
-    Only a proposal in progress outlives `seconds`.
+    Only a proposal in progress outlives `problem.seconds`.
     """
+    batch, experts, bounds = batch_of(problem), problem.loads is not None, problem.bounds
     began = time.monotonic()
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(problem.seed)
     packed = pack_order([list(rank) for rank in start.tolist()], batch=batch)
     guard = work = work_of(packed, experts=experts)
-    limit = PROPOSALS if limit is None else limit
+    limit = PROPOSALS if problem.proposals is None else problem.proposals
     rejected = dict.fromkeys(("objective", *METRICS), 0)
     paths = dict.fromkeys((KEPT, REPACKED, EQUALISED), 0)
     where = {i: (w, k) for w, rank in enumerate(packed.ranks) for k, i in enumerate(rank)}
@@ -263,7 +277,7 @@ def search_reference(
     done = accepted = idle = 0
     reason = "proposals"
     while done < limit:
-        if time.monotonic() - began > seconds:
+        if time.monotonic() - began > problem.seconds:
             reason = "deadline"
             break
         if idle >= PATIENCE:
@@ -292,6 +306,7 @@ def search_reference(
         where[i], where[j] = where[j], where[i]
         pairs = proposals(packed, batch=batch, rng=rng)
         accepted, idle = accepted + 1, 0
-    log = SearchLog(seed=seed, proposals=done, accepted=accepted, stop_reason=reason, rejected=rejected)
-    plan = PackPlan(packs=tuple(tuple(rank) for rank in packed.packs), search=log)
-    return plan, log, paths
+    log = SearchLog(
+        seed=problem.seed, proposals=done, accepted=accepted, stop_reason=reason, rejected=rejected
+    )
+    return PackPlan(packs=tuple(tuple(rank) for rank in packed.packs), search=log), paths
