@@ -25,21 +25,20 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planner_arms import ARMS, SETTINGS, Batch, Row, draw_batch, read_panel, run_arms
-from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
+from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import Work, pair_straggler, token_straggler
-from olmo_rl.planning.schedule import StepInput
-from olmo_rl.planning.search import compile_kernels, plan_batch
+from olmo_rl.planning.schedule import StepInput, schedule_step
+from olmo_rl.planning.search import compile_kernels
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 
 RECORDED = Path(__file__).parents[1] / "tests" / "data" / "grpo_lengths.json"
 FIRST_SEED = 1000  # far from the seeds that the constants of the search were chosen on
 COMPARED = (
-    ("anneal_cells", "anneal_order"),
-    ("anneal_cells", "length_anneal"),
-    ("anneal_cells", "kk_descending"),
-    ("anneal_order", "reference"),
+    ("anneal", "length_anneal"),
+    ("anneal", "kk_descending"),
+    ("anneal", "reference"),
 )
 
 
@@ -97,7 +96,7 @@ def rates(rows: Sequence[Row], batch: Batch) -> dict[str, float]:
     """
     best = {
         arm: max(1e3 * row.proposals / row.search_ms for row in of_arm(rows, arm))
-        for arm in ("reference", "anneal_order", "anneal_cells")
+        for arm in ("reference", "anneal")
     }
     return best | {"numpy": numpy_proposals_per_second(batch, seconds=0.5)}
 
@@ -129,16 +128,14 @@ def bench(name: str, batches: Sequence[Batch], console: Console) -> list[Row]:
         pairs = [y.gap - x.gap for x, y in zip(of_arm(rows, a), of_arm(rows, b), strict=True)]
         console.print(f"  {b} minus {a}: {shown(pairs)} points of gap, paired")
     speed = rates(rows, batches[0])
-    for arm, least in (("anneal_cells", 20), ("anneal_order", 0)):
-        by_reference, by_numpy = speed[arm] / speed["reference"], speed[arm] / speed["numpy"]
-        console.print(
-            f"  {arm}: {speed[arm] / 1e6:.2f} M proposals/s, {by_reference:.0f} x the reference search "
-            f"({speed['reference']:.0f}/s), {by_numpy:.1f} x NumPy on two blocks ({speed['numpy']:.0f}/s)"
-            + (f", target {least} x: {met(by_numpy >= least)}" if least else "")
-        )
-    for arm, most in (("anneal_cells", 0.02), ("anneal_order", 0.04)):
-        mean = float(np.mean([row.gap for row in of_arm(rows, arm)]))
-        console.print(f"  {arm}: mean gap {100 * mean:.2f} %, target {100 * most:.0f} %: {met(mean <= most)}")
+    by_reference, by_numpy = speed["anneal"] / speed["reference"], speed["anneal"] / speed["numpy"]
+    console.print(
+        f"  anneal: {speed['anneal'] / 1e6:.2f} M proposals/s, {by_reference:.0f} x the reference search "
+        f"({speed['reference']:.0f}/s), {by_numpy:.1f} x NumPy on two blocks ({speed['numpy']:.0f}/s), "
+        f"target 20 x: {met(by_numpy >= 20)}"
+    )
+    mean = float(np.mean([row.gap for row in of_arm(rows, "anneal")]))
+    console.print(f"  anneal: mean gap {100 * mean:.2f} %, target 2 %: {met(mean <= 0.02)}")
     return rows
 
 
@@ -162,7 +159,7 @@ def time_split(console: Console) -> None:
         began = time.perf_counter()
         loads = collection_loads(samples, layout=layout, topology=topology)
         counted = time.perf_counter() - began
-        found = plan_batch(
+        found = schedule_step(
             StepInput(
                 lengths=lengths,
                 ids=[s.id for s in samples],
@@ -191,15 +188,14 @@ def sample_of(i: int, routes: NDArray[np.int16]) -> Sample:
     )
 
 
-def cold_seconds(level: BalanceLevel) -> float:
-    """Wall seconds to compile one level in a fresh process with an empty cache."""
+def cold_seconds() -> float:
+    """Wall seconds to compile a search in a new process with an empty cache."""
     code = (
         "import time; t = time.perf_counter()\n"
-        "from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel\n"
+        "from olmo_rl.config import BalanceConfig, BalanceKind\n"
         "from olmo_rl.planning.search import compile_kernels\n"
         "from olmo_rl.types import Topology\n"
-        f"balance = BalanceConfig(kind=BalanceKind.anneal, level=BalanceLevel.{level.value})\n"
-        "compile_kernels(balance, layout=None, topology=Topology(1))\n"
+        "compile_kernels(BalanceConfig(kind=BalanceKind.anneal), layout=None, topology=Topology(1))\n"
         "print(time.perf_counter() - t)"
     )
     with tempfile.TemporaryDirectory() as cache:
@@ -215,13 +211,11 @@ def real_lengths(console: Console) -> None:
     lengths = recorded_lengths(RECORDED, case="mbu_157_percent")
     topology = Topology(8)
     ids = [str(i) for i in range(len(lengths))]
-    balances = {"arrival": BalanceConfig()} | {
-        f"anneal_{level.value}": BalanceConfig(kind=BalanceKind.anneal, level=level) for level in BalanceLevel
-    }
+    balances = {"arrival": BalanceConfig(), "anneal": BalanceConfig(kind=BalanceKind.anneal)}
     console.print("\n[bold]Recorded lengths[/] (mbu_157_percent: 512 samples, 8 ranks, budget 4608)")
     work: Work | None = None
     for name, balance in balances.items():
-        found = plan_batch(
+        found = schedule_step(
             StepInput(lengths=lengths, ids=ids, loads=None, budget=4608, topology=topology, balance=balance)
         )
         work = found.after
@@ -231,7 +225,7 @@ def real_lengths(console: Console) -> None:
             f"  {name}: {work.packs_per_rank} packs, token straggler {token:.3f}, pair straggler {pair:.3f}"
         )
     good = work is not None and work.packs_per_rank == 9 and token <= 1.02 and pair <= 1.18
-    console.print(f"  cells, target 9 packs, 1.02, 1.18: {met(good)}")
+    console.print(f"  anneal, target 9 packs, 1.02, 1.18: {met(good)}")
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -283,10 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=150, highlight=False)
     try:
         panel = read_panel(options.panel) if options.panel else None
-        for level in BalanceLevel:
-            compile_kernels(
-                BalanceConfig(kind=BalanceKind.anneal, level=level), layout=None, topology=Topology(1)
-            )
+        compile_kernels(BalanceConfig(kind=BalanceKind.anneal), layout=None, topology=Topology(1))
         rows: list[Row] = []
         if panel is not None:
             rows = bench(f"panel {Path(options.panel).name}", [panel], console)
@@ -300,12 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if panel is None:
         real_lengths(console)
-        console.print("\n[bold]Time[/] of 256 samples x 2000 tokens x 48 layers x top-8, level cells")
+        console.print("\n[bold]Time[/] of 256 samples x 2000 tokens x 48 layers x top-8")
         time_split(console)
-        for level in BalanceLevel:
-            console.print(
-                f"  compilation of level {level.value}, nothing cached: {cold_seconds(level):.0f} s"
-            )
+        console.print(f"  compilation, nothing cached: {cold_seconds():.0f} s")
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     write_csv(rows, out / "planner.csv")

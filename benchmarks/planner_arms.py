@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
+from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.loads import tail_routes
 from olmo_rl.planning.objective import (
     Work,
@@ -24,8 +24,7 @@ from olmo_rl.planning.objective import (
     lower_bounds,
     measure,
 )
-from olmo_rl.planning.schedule import Schedule, StepInput
-from olmo_rl.planning.search import plan_batch
+from olmo_rl.planning.schedule import Schedule, StepInput, schedule_step
 from olmo_rl.planning.starts import karmarkar_karp_ranks, order_plan
 from olmo_rl.planning.synthetic import draw_lengths, expert_counts
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Topology
@@ -36,8 +35,7 @@ ARMS = (
     "kk_descending",
     "length_anneal",
     "reference",
-    "anneal_order",
-    "anneal_cells",
+    "anneal",
 )
 # Shares of the step that the order of arrival is assumed to spend on experts, tokens and pairs.
 SHARES = (0.5, 0.35, 0.15)
@@ -172,7 +170,7 @@ def simulated_steps(plan: PackPlan, batch: Batch, base: Work) -> tuple[float, fl
 
 def searched(batch: Batch, balance: BalanceConfig, *, blind: bool = False) -> Schedule:
     """One planned batch; `blind` hides the loads from the search."""
-    return plan_batch(
+    return schedule_step(
         StepInput(
             lengths=batch.lengths,
             ids=batch.ids,
@@ -193,8 +191,7 @@ def run_arms(batch: Batch, *, setting: str, index: int) -> Iterator[Row]:
         "kk_descending": lambda: kk_plan(batch, descending=True),
         "length_anneal": lambda: searched(batch, anneal, blind=True),
         "reference": lambda: searched(batch, BalanceConfig(kind=BalanceKind.reference, seconds=0.25)),
-        "anneal_order": lambda: searched(batch, replace(anneal, level=BalanceLevel.order)),
-        "anneal_cells": lambda: searched(batch, anneal),
+        "anneal": lambda: searched(batch, anneal),
     }
     bounds = lower_bounds(
         lengths=batch.lengths, loads=batch.loads, topology=batch.topology, budget=batch.budget

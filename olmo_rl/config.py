@@ -112,14 +112,8 @@ class PackingKind(Choice):
 
 class BalanceKind(Choice):
     none = "none", "the order of arrival"
-    greedy = "greedy", "one pass, without a search"
     reference = "reference", "a simple search that permutes the batch"
-    anneal = "anneal", "simulated annealing"
-
-
-class BalanceLevel(Choice):
-    order = "order", "permute the batch"
-    cells = "cells", "set the boundaries of packs too"
+    anneal = "anneal", "simulated annealing that also sets the boundaries of packs"
 
 
 class Attention(Choice):
@@ -275,12 +269,6 @@ _PACKS = Needs(
 )
 _BALANCES = Needs(
     lambda c: c.balanced, "with balance=none", "choose balance=reference or balance=anneal", planning=True
-)
-_SEARCHES = Needs(
-    lambda c: c.balance.kind is not BalanceKind.greedy,
-    "with balance=greedy: it places samples without a search",
-    "choose balance=reference or balance=anneal",
-    planning=True,
 )
 _PLANS = Needs(lambda c: c.recipe is Recipe.plan, "without recipe=plan", "set recipe=plan")
 _SERVES = Needs(lambda c: c.recipe is Recipe.serve, "without recipe=serve")
@@ -620,25 +608,10 @@ class BalanceConfig:
     """The planner. Lower counts do not establish faster training: measure before you turn it on."""
 
     kind: BalanceKind = key(BalanceKind.none, "how packs and ranks are chosen")
-    level: BalanceLevel = key(
-        BalanceLevel.cells,
-        "what the search may change",
-        needs=(
-            _BALANCES,
-            Needs(
-                lambda c: c.balance.kind is not BalanceKind.reference,
-                "with balance=reference: it only permutes the batch",
-                "choose balance=anneal",
-                planning=True,
-            ),
-        ),
-    )
     proposals: int | None = key(
-        None, "moves to try, null = the search's own default", min=0, needs=(_BALANCES, _SEARCHES)
+        None, "swaps to try, null = the search's own default; 0 = the best start", min=0, needs=_BALANCES
     )
-    seconds: float = key(
-        1.0, "deadline of one batch, inf = none", min=0, max=math.inf, needs=(_BALANCES, _SEARCHES)
-    )
+    seconds: float = key(1.0, "deadline of one batch, inf = none", min=0, max=math.inf, needs=_BALANCES)
     layer_stride: int = key(1, "look at every n-th routed layer", min=1, needs=_BALANCES)
     max_destination_load: int | None = key(
         None, "assignments of one EP rank in one layer of one column", min=1, needs=_BALANCES

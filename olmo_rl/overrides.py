@@ -12,6 +12,10 @@ from olmo_rl.refusals.rule import KEYS
 
 SET_BY_USERS: dict[str, Key] = {name: key for name, key in KEYS.items() if name != "run_dir"}
 RENAMED = {key.was: key.name for key in KEYS.values() if key.was is not None}
+REMOVED = {
+    "balance.level": "the key is gone, a search always sets the boundaries of packs; leave it out",
+    "balance=greedy": "the choice is gone; set balance=anneal balance.proposals=0 for the best start",
+}
 
 
 def conf_directory() -> Path:
@@ -91,9 +95,13 @@ def explain_typos(overrides: Iterable[str], *, groups: dict[str, list[str]]) -> 
         if name in groups:
             unknown = [choice for choice in value.split(",") if choice not in groups[name]]
             if override.startswith("+") or "." not in value:
-                lines += [f"{name}={one}: no such choice{_nearest(one, groups[name])}" for one in unknown]
+                for one in unknown:
+                    missing = f"no such choice{_nearest(one, groups[name])}"
+                    lines.append(f"{name}={one}: {REMOVED.get(f'{name}={one}', missing)}")
         elif name in RENAMED:
             lines.append(f"{override}: the key has another name now; set {RENAMED[name]}={value}")
+        elif name in REMOVED:
+            lines.append(f"{override}: {REMOVED[name]}")
         elif name not in names:
             lines.append(f"{override}: no such key{_nearest(name, names)}")
     return lines

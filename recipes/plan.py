@@ -12,11 +12,11 @@ import numpy as np
 from olmo_rl.config import BalanceKind, Config
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.planning.cost_model import read_cost_model
-from olmo_rl.planning.load_picture import draw_loads
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.planning.pads import Pads
+from olmo_rl.planning.pictures import draw_loads, draw_packs
 from olmo_rl.planning.placement import ExpertTotals, write_placement
-from olmo_rl.planning.report import Block, describe_step, draw_packs, print_report, scoring_remark, write_plan
+from olmo_rl.planning.report import Block, describe_step, print_report, scoring_remark, write_plan
 from olmo_rl.planning.schedule import StepInput, schedule_step, step_loads
 from olmo_rl.planning.search import compile_kernels
 from olmo_rl.planning.synthetic import LONGEST, synthetic_collection

@@ -31,7 +31,6 @@ from olmo_rl.collections.sources import FileSource
 from olmo_rl.config import (
     BalanceConfig,
     BalanceKind,
-    BalanceLevel,
     BatchConfig,
     CallbacksConfig,
     Config,
@@ -59,10 +58,8 @@ SECONDS = 40
 ANNEAL = BalanceConfig(kind=BalanceKind.anneal, proposals=2000, seconds=float("inf"))
 BALANCES = {
     "none": BalanceConfig(),
-    "greedy": BalanceConfig(kind=BalanceKind.greedy),
     "reference": BalanceConfig(kind=BalanceKind.reference, proposals=64, seconds=float("inf")),
     "anneal": ANNEAL,
-    "anneal order": replace(ANNEAL, level=BalanceLevel.order),
 }
 EXACT = ("none", "anneal", "anneal recomputed")
 
@@ -202,7 +199,7 @@ def forms(directory: Path) -> dict[str, tuple[Callable[[Config], None], Config]]
     sections["anneal recomputed"] = sections["anneal"] | {"policy": PolicyConfig(recompute=Recompute.full)}
     sections["stride"] = {"balance": replace(ANNEAL, layer_stride=2)}
     padded = PackingConfig(kind=PackingKind.consecutive, max_tokens=64, pad_to_budget=True)
-    sections["greedy padded"] = sections["greedy"] | {"packing": padded}
+    sections["anneal padded"] = sections["anneal"] | {"packing": padded}
     sections["capped"] = {"balance": replace(ANNEAL, max_destination_load=1)}
     three = {"files": "three", "trainer": TrainerConfig(devices=WORLD, max_steps=3)}
     sections["files ahead"] = three | {"balance": ANNEAL}

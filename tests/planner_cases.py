@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceConfig
-from olmo_rl.planning.schedule import Schedule, StepInput
-from olmo_rl.planning.search import plan_batch
+from olmo_rl.planning.objective import lower_bounds, measure
+from olmo_rl.planning.packing import plan_step
+from olmo_rl.planning.schedule import Schedule, StepInput, schedule_step
+from olmo_rl.planning.starts import Problem, Start, fixed_point
 from olmo_rl.types import Topology
 
 
@@ -24,7 +26,7 @@ class Case:
 
     def plan(self, balance: BalanceConfig) -> Schedule:
         ids = [f"sample-{i}" for i in range(len(self.lengths))]
-        return plan_batch(
+        return schedule_step(
             StepInput(
                 lengths=self.lengths,
                 ids=ids,
@@ -33,6 +35,26 @@ class Case:
                 topology=self.topology,
                 balance=balance,
             )
+        )
+
+    def problem(self, *, proposals: int | None = None, cap: int | None = None) -> Problem:
+        """What a search is given of this batch."""
+        plan = plan_step(self.lengths, budget=self.budget, topology=self.topology)
+        work = measure(plan, lengths=self.lengths, loads=self.loads, topology=self.topology)
+        return Problem(
+            lengths=self.lengths,
+            loads=self.loads,
+            budget=self.budget,
+            topology=self.topology,
+            arrival=Start(name="arrival", plan=plan, work=work),
+            bounds=lower_bounds(
+                lengths=self.lengths, loads=self.loads, topology=self.topology, budget=self.budget
+            ),
+            weights=fixed_point(work, topology=self.topology),
+            cap=cap,
+            proposals=proposals,
+            seconds=float("inf"),
+            seed=1,
         )
 
 

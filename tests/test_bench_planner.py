@@ -56,7 +56,7 @@ def test_a_panel_is_benchmarked_from_the_command_line(
         float(rows[0]["step_gradient"]) == float(rows[0]["step_layer"]) == float(rows[0]["step_strict"]) == 1
     )
     gaps = {row["arm"]: float(row["gap"]) for row in rows}
-    assert 0 <= gaps["anneal_cells"] < gaps["arrival"]
+    assert 0 <= gaps["anneal"] < gaps["arrival"]
     assert (tmp_path / "out" / "planner.png").stat().st_size > 10_000
 
 

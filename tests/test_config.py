@@ -191,6 +191,8 @@ def test_sweeps_over_texts_are_split_and_each_kept() -> None:
         ("+experiment=paked_moe", "packed_moe"),
         ("rolouts=files", "rollouts"),
         ("zzzz=1", "--help"),
+        ("balance.level=order", "leave it out"),
+        ("balance=greedy", "balance=anneal balance.proposals=0"),
     ],
 )
 def test_a_typo_is_told_with_the_nearest_key_or_choice(override: str, words: str) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from olmo_rl.planning.numba_kernels import HAVE_NUMBA
 from olmo_rl.planning.loads import (
     collection_loads,
     count_compiled,
@@ -16,6 +15,7 @@ from olmo_rl.planning.loads import (
     sample_loads,
     tail_routes,
 )
+from olmo_rl.planning.numba_kernels import HAVE_NUMBA
 from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 
 

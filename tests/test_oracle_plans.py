@@ -8,13 +8,12 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 from planner_cases import Case, random_case
 
-from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
-from olmo_rl.planning.objective import Work, measure, objective
-from olmo_rl.planning.starts import least, order_plan
+from olmo_rl.config import BalanceConfig, BalanceKind
+from olmo_rl.planning.objective import Work, objective
+from olmo_rl.planning.starts import least
 
 INSTANCES = 20
 
@@ -40,34 +39,18 @@ def one_column(case: Case) -> Iterator[tuple[int, int, int, int]]:
             yield expert, max(t1, t2), max(q1, q2), 1
 
 
-def orders(case: Case) -> Iterator[tuple[int, int, int, int]]:
-    """The same of every order of 8 samples on 4 ranks, as the greedy packer packs it."""
-    for order in itertools.permutations(range(8)):
-        a, b, c, d = order[0:2], order[2:4], order[4:6], order[6:8]
-        # Ranks of a replica are alike, and so are the replicas.
-        if a[0] < b[0] and c[0] < d[0] and a[0] < c[0]:
-            plan = order_plan(np.array([a, b, c, d]), lengths=case.lengths, budget=case.budget)
-            work = measure(plan, lengths=case.lengths, loads=case.loads, topology=case.topology)
-            assert work.expert_work is not None
-            yield work.expert_work, work.token_work, work.pair_work, work.packs_per_rank
-
-
 def value(works: NDArray[np.int64], base: Work) -> NDArray[np.float64]:
     assert base.expert_work is not None
     return works[:, 0] / base.expert_work + works[:, 1] / base.token_work + works[:, 2] / base.pair_work
 
 
-@pytest.mark.parametrize("level", list(BalanceLevel))
-def test_the_enumerated_optimum_within_the_guard_is_reached_and_never_beaten(level: BalanceLevel) -> None:
+def test_the_enumerated_optimum_within_the_guard_is_reached_and_never_beaten() -> None:
     reached = improved = 0
     for seed in range(INSTANCES):
-        if level is BalanceLevel.cells:
-            case = random_case(100 + seed, world=4, ep=2, per_rank=3, layers=3, room=100)
-        else:
-            case = random_case(100 + seed, world=4, ep=2, per_rank=2, layers=3, room=1.0 + 0.05 * seed)
-        found = case.plan(BalanceConfig(kind=BalanceKind.anneal, level=level, proposals=20_000, seconds=600))
-        start = case.plan(BalanceConfig(kind=BalanceKind.greedy, level=level)).after
-        works = np.array(list((one_column if level is BalanceLevel.cells else orders)(case)))
+        case = random_case(100 + seed, world=4, ep=2, per_rank=3, layers=3, room=100)
+        found = case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=20_000, seconds=600))
+        start = case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=0)).after
+        works = np.array(list(one_column(case)))
         values = value(works, found.before)
         j, j_start = objective(found.after, base=found.before), objective(start, base=found.before)
         assert values.min() <= j * (1 + 1e-12)

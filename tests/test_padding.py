@@ -383,11 +383,10 @@ def step_of(samples: list[Sample], *, multiple: int, balance: BalanceConfig, bud
     )
 
 
-@pytest.mark.parametrize("kind", [BalanceKind.none, BalanceKind.greedy, BalanceKind.reference])
+@pytest.mark.parametrize("kind", [BalanceKind.none, BalanceKind.anneal, BalanceKind.reference])
 def test_a_schedule_counts_pads_before_and_after_and_its_bounds_do_not(kind: BalanceKind) -> None:
     samples = samples_of(*(3 + i % 7 for i in range(24)))
-    proposals = 8 if kind is BalanceKind.reference else None
-    balance = BalanceConfig(kind=kind, seconds=float("inf"), proposals=proposals)
+    balance = BalanceConfig(kind=kind, seconds=float("inf"), proposals=8)
     bare, padded = (schedule_step(step_of(samples, multiple=m, balance=balance)) for m in (1, 16))
     assert padded.plan == bare.plan, "pads move no sample"
     assert padded.bounds == bare.bounds
@@ -401,7 +400,7 @@ def test_a_schedule_counts_pads_before_and_after_and_its_bounds_do_not(kind: Bal
 
 def test_a_cap_on_destinations_that_only_pads_exceed_is_refused_by_name() -> None:
     samples = samples_of(*(3 + i % 7 for i in range(24)))
-    free = BalanceConfig(kind=BalanceKind.greedy)
+    free = BalanceConfig(kind=BalanceKind.anneal, proposals=0)
     bare, padded = (schedule_step(step_of(samples, multiple=m, balance=free)).after for m in (1, 16))
     assert bare.max_destination_load is not None
     capped = replace(free, max_destination_load=bare.max_destination_load)

@@ -34,14 +34,12 @@ from olmo_rl.config import (
 from olmo_rl.data.files import read_collection, write_collection
 from olmo_rl.data.validation import checked_routes
 from olmo_rl.planning.cost_model import CostModel, write_cost_model
-from olmo_rl.planning.load_picture import column_loads
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import measure, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
+from olmo_rl.planning.pictures import PADS, column_loads, draw_packs
 from olmo_rl.planning.report import (
-    PADS,
     describe_step,
-    draw_packs,
     plan_document,
     print_report,
     scoring_remark,

@@ -9,15 +9,14 @@ import numpy as np
 from planner_cases import Case, random_case
 
 from olmo_rl.config import BalanceConfig, BalanceKind
-from olmo_rl.planning import reference
+from olmo_rl.planning import reference_search
 from olmo_rl.planning.objective import Work, measure
-from olmo_rl.planning.packing import plan_step
-from olmo_rl.planning.reference import (
+from olmo_rl.planning.reference_search import (
     EQUALISED,
     KEPT,
     METRICS,
     REPACKED,
-    Batch,
+    batch_of,
     greedy_ranks,
     pack_order,
     proposals,
@@ -27,21 +26,7 @@ from olmo_rl.planning.reference import (
     worse_metric,
 )
 from olmo_rl.planning.starts import arrival_ranks
-from olmo_rl.planning.weights import fixed_point
 from olmo_rl.types import PackPlan, Topology
-
-
-def batch_of(case: Case) -> Batch:
-    assert case.loads is not None
-    plan = plan_step(case.lengths, budget=case.budget, topology=case.topology)
-    work = measure(plan, lengths=case.lengths, loads=case.loads, topology=case.topology)
-    return Batch(
-        n=case.lengths,
-        h=case.loads.astype(np.int64),
-        topology=case.topology,
-        budget=case.budget,
-        weights=fixed_point(work, topology=case.topology),
-    )
 
 
 def test_all_three_scoring_paths_equal_a_count_from_scratch() -> None:
@@ -49,7 +34,7 @@ def test_all_three_scoring_paths_equal_a_count_from_scratch() -> None:
     taken = dict.fromkeys((KEPT, REPACKED, EQUALISED), 0)
     for room in (1.0, 1.3, 2.5):
         case = random_case(3, world=4, ep=2, per_rank=6, layers=3, room=room)
-        batch = batch_of(case)
+        batch = batch_of(case.problem())
         packed = pack_order(arrival_ranks(24, world_size=4).tolist(), batch=batch)
         for _ in range(150):
             i, j = ((int(rng.integers(4)), int(rng.integers(6))) for _ in range(2))
@@ -73,7 +58,9 @@ def test_greedy_placement_takes_the_rank_where_a_sample_adds_least() -> None:
     h[:2, 0] = h[2:, 1] = 8
     n = np.full(4, 8)
     case = Case(lengths=n, loads=h.astype(np.int32), topology=Topology(4, 2), budget=8)
-    ranks = greedy_ranks(np.arange(4), n=n, h=h, topology=case.topology, weights=batch_of(case).weights)
+    ranks = greedy_ranks(
+        np.arange(4), n=n, h=h, topology=case.topology, weights=batch_of(case.problem()).weights
+    )
     # Sample 0 opens replica 0, sample 1 would double its busiest destination and opens replica 1, sample 2
     # fills up.
     assert sorted(ranks[:2].ravel().tolist()) in ([0, 2], [0, 3])
@@ -83,7 +70,7 @@ def test_three_quarters_of_the_proposals_start_from_a_heavy_contributor_of_an_ov
     None
 ):
     case = random_case(5, world=4, ep=2, per_rank=10, layers=3)
-    batch = batch_of(case)
+    batch = batch_of(case.problem())
     packed = pack_order(arrival_ranks(40, world_size=4).tolist(), batch=batch)
     pairs = list(itertools.islice(proposals(packed, batch=batch, rng=np.random.default_rng(1)), 4000))
     cell = {i: (c, w // 2) for w in range(4) for c, pack in enumerate(packed.packs[w]) for i in pack}
@@ -103,7 +90,7 @@ def test_three_quarters_of_the_proposals_start_from_a_heavy_contributor_of_an_ov
 
 def test_the_surrogate_bounds_j_and_sees_what_maxima_hide() -> None:
     case = random_case(7, world=4, ep=2, per_rank=4, layers=2)
-    batch = batch_of(case)
+    batch = batch_of(case.problem())
     packed = pack_order(arrival_ranks(16, world_size=4).tolist(), batch=batch)
     j = batch.weights.objective(work_of(packed, experts=True))
     assert j <= surrogate(packed, batch=batch) < 1.2 * j
@@ -143,7 +130,7 @@ def test_the_search_stops_for_each_of_its_reasons() -> None:
     assert (stopped, done) == ("deadline", 0)
     stopped, done = reason(case, proposals=10**6, seconds=600)
     assert stopped == "no_progress"
-    assert done >= reference.PATIENCE
+    assert done >= reference_search.PATIENCE
     even = dataclasses.replace(
         case, lengths=np.full(32, 7), loads=np.full((32, 2, 4), 7, dtype=np.int32), budget=7
     )

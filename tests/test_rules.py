@@ -121,7 +121,6 @@ SETTINGS = {
     "engines": "rollouts=sglang rollouts.urls=[http://host:1] loss.reduction=response",
     "broadcast": "rollouts=sglang rollouts.urls=[http://host:1] rollouts.publication=collective",
     "reference": "balance=reference packing=consecutive strategy=expert_parallel trainer.devices=4",
-    "greedy": "balance=greedy packing=consecutive strategy=expert_parallel trainer.devices=4",
     "plan": "recipe=plan",
     "rollout": "recipe=rollout callbacks.checkpoint_interval=5",
     "serve": "recipe=serve",

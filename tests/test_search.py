@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -16,21 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import Case, loads_of, random_case
 
-from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
+from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.objective import gap, measure, objective, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.schedule import StepInput, schedule_digest
-from olmo_rl.planning.search import balance_refusals, batch_seed, plan_batch
-from olmo_rl.planning.starts import no_worse
+from olmo_rl.planning.search import batch_seed, plan_batch
+from olmo_rl.planning.starts import best_start, no_worse, starts
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import Refusal, Topology
 
 TESTS = Path(__file__).parent
 SEARCHES = [
-    BalanceConfig(kind=BalanceKind.greedy, level=BalanceLevel.order),
-    BalanceConfig(kind=BalanceKind.greedy),
+    BalanceConfig(kind=BalanceKind.anneal, proposals=0),
     BalanceConfig(kind=BalanceKind.reference, proposals=12, seconds=600),
-    BalanceConfig(kind=BalanceKind.anneal, level=BalanceLevel.order, proposals=400, seconds=600),
     BalanceConfig(kind=BalanceKind.anneal, proposals=400, seconds=600),
 ]
 
@@ -41,15 +38,14 @@ def test_case_b29_is_planned_to_its_optimum_by_every_search() -> None:
     loads[:4, 0] = loads[4:, 1] = 4
     case = Case(lengths=np.full(8, 4), loads=loads, topology=Topology(4, 2), budget=4)
     for kind in (BalanceKind.reference, BalanceKind.anneal):
-        for level in BalanceLevel:
-            found = case.plan(BalanceConfig(kind=kind, level=level, seconds=600))
-            assert (found.before.expert_work, found.before.skew_mean) == (16, 2.0)
-            after = found.after
-            assert (after.expert_work, after.skew_mean, after.skew_max) == (8, 1.0, 1.0)
-            assert (after.max_destination_load, after.packs_per_rank) == (4, 2)
-            assert found.plan.search is not None
-            assert found.plan.search.stop_reason == "bounds"
-            assert found.plan.search.proposals < 1024 or kind is BalanceKind.anneal
+        found = case.plan(BalanceConfig(kind=kind, seconds=600))
+        assert (found.before.expert_work, found.before.skew_mean) == (16, 2.0)
+        after = found.after
+        assert (after.expert_work, after.skew_mean, after.skew_max) == (8, 1.0, 1.0)
+        assert (after.max_destination_load, after.packs_per_rank) == (4, 2)
+        assert found.plan.search is not None
+        assert found.plan.search.stop_reason == "bounds"
+        assert found.plan.search.proposals < 1024 or kind is BalanceKind.anneal
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True)
@@ -95,13 +91,13 @@ def test_every_invariant_holds_on_random_and_adversarial_batches(
     assert objective(after, base=before) <= objective(before, base=before) + 1e-12
     assert gap(after, bounds=found.bounds, base=before) >= -1e-12
     if balance.kind is not BalanceKind.reference:
-        start = case.plan(BalanceConfig(kind=BalanceKind.greedy, level=balance.level)).after
+        start = case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=0)).after
         assert no_worse(after, than=start)
     else:
         for field in dataclasses.fields(after):
             new, old = getattr(after, field.name), getattr(before, field.name)
             assert new is None or new <= old + 1e-12, field.name
-    if balance.level is BalanceLevel.order or balance.kind is BalanceKind.reference:
+    if balance.kind is BalanceKind.reference:
         # The planner only permuted: the unmodified packer makes the same packs of its order.
         rows = [[i for pack in rank for i in pack] for rank in found.plan.packs]
         order = np.array(rows).T.ravel()
@@ -125,25 +121,24 @@ def test_one_sample_a_rank_is_planned_and_improves_only_by_choosing_replicas() -
     lengths = np.array([9, 9, 9, 9])
     loads = np.array([[[9, 9], [0, 0]], [[9, 9], [0, 0]], [[0, 0], [9, 9]], [[0, 0], [9, 9]]], dtype=np.int32)
     case = Case(lengths=lengths, loads=loads, topology=Topology(4, 2), budget=9)
-    for level in BalanceLevel:
-        found = case.plan(BalanceConfig(kind=BalanceKind.anneal, level=level, seconds=600))
-        assert (found.before.expert_work, found.after.expert_work) == (36, 18)
+    found = case.plan(BalanceConfig(kind=BalanceKind.anneal, seconds=600))
+    assert (found.before.expert_work, found.after.expert_work) == (36, 18)
 
 
-def test_more_proposals_never_run_past_their_number_and_none_returns_the_best_start() -> None:
+def test_a_search_runs_its_number_of_proposals_and_none_returns_the_best_start() -> None:
     case = random_case(8, world=4, ep=2, per_rank=8)
-    for level in BalanceLevel:
-        greedy = case.plan(BalanceConfig(kind=BalanceKind.greedy, level=level))
-        none = case.plan(BalanceConfig(kind=BalanceKind.anneal, level=level, proposals=0))
-        assert none.plan.packs == greedy.plan.packs
-        assert none.plan.search is not None
-        assert (none.plan.search.proposals, none.plan.search.stop_reason) == (0, "proposals")
-        some = case.plan(BalanceConfig(kind=BalanceKind.anneal, level=level, proposals=3001, seconds=600))
-        assert some.plan.search is not None
-        log = some.plan.search
-        assert log.proposals == 3001
-        assert log.accepted + sum(log.rejected.values()) <= log.proposals
-        assert no_worse(some.after, than=greedy.after)
+    problem = case.problem()
+    best = best_start(starts(problem), weights=problem.weights, cap=None)
+    none = case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=0))
+    assert (none.plan.packs, none.start) == (best.plan.packs, best.name)
+    assert none.plan.search is not None
+    assert (none.plan.search.proposals, none.plan.search.stop_reason) == (0, "proposals")
+    some = case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=3001, seconds=600))
+    log = some.plan.search
+    assert log is not None
+    assert log.proposals == 3001
+    assert log.accepted + sum(log.rejected.values()) <= log.proposals
+    assert no_worse(some.after, than=best.work)
 
 
 def test_a_deadline_stops_the_search_says_so_and_still_returns_a_guarded_plan() -> None:
@@ -152,7 +147,7 @@ def test_a_deadline_stops_the_search_says_so_and_still_returns_a_guarded_plan() 
     assert found.plan.search is not None
     assert found.plan.search.stop_reason == "deadline"
     assert found.plan.search.proposals < 2_000_000_000
-    assert no_worse(found.after, than=case.plan(BalanceConfig(kind=BalanceKind.greedy)).after)
+    assert no_worse(found.after, than=case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=0)).after)
 
 
 PROGRAM = """
@@ -161,16 +156,14 @@ if len(sys.argv) > 1: sys.modules["numba"] = None
 import numpy as np
 np.seterr(over="ignore")
 from planner_cases import random_case
-from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
+from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.numba_kernels import HAVE_NUMBA
 assert HAVE_NUMBA == (len(sys.argv) == 1)
 plans = []
-for kind, proposals in (("anneal", 600), ("reference", 30), ("greedy", None)):
-    for level in BalanceLevel:
-        case = random_case(21, world=4, ep=2, per_rank=6)
-        config = BalanceConfig(kind=BalanceKind[kind], level=level, proposals=proposals, seconds=600)
-        found = case.plan(config)
-        plans.append([found.plan.packs, found.plan.search.accepted, found.plan.search.rejected])
+for kind, proposals in (("anneal", 600), ("reference", 30)):
+    case = random_case(21, world=4, ep=2, per_rank=6)
+    found = case.plan(BalanceConfig(kind=BalanceKind[kind], proposals=proposals, seconds=600))
+    plans.append([found.plan.packs, found.plan.search.accepted, found.plan.search.rejected])
 print(json.dumps(plans))
 """
 
@@ -221,40 +214,16 @@ def test_a_cap_on_destination_load_is_kept_or_refused_naming_what_was_reached() 
     free = case.plan(BalanceConfig(kind=BalanceKind.anneal, seconds=600))
     top = free.after.max_destination_load
     assert top is not None
-    for level in BalanceLevel:
-        for cap in (top, top - 2):
-            found = case.plan(
-                BalanceConfig(kind=BalanceKind.anneal, level=level, max_destination_load=cap, seconds=600)
-            )
-            assert found.after.max_destination_load is not None
-            assert found.after.max_destination_load <= cap
+    for cap in (top, top - 2):
+        found = case.plan(BalanceConfig(kind=BalanceKind.anneal, max_destination_load=cap, seconds=600))
+        assert found.after.max_destination_load is not None
+        assert found.after.max_destination_load <= cap
     with pytest.raises(Refusal, match=r"balance.max_destination_load=3: .* sends (\d+) assignments"):
         case.plan(BalanceConfig(kind=BalanceKind.anneal, max_destination_load=3, seconds=600))
     with pytest.raises(Refusal, match="no effect without expert loads"):
         dataclasses.replace(case, loads=None).plan(
             BalanceConfig(kind=BalanceKind.anneal, max_destination_load=3)
         )
-
-
-def test_settings_that_no_search_can_use_are_refused_all_at_once() -> None:
-    assert balance_refusals(BalanceConfig()) == []
-    bad = BalanceConfig(layer_stride=0, proposals=-1, seconds=math.nan, max_destination_load=0)
-    reasons = balance_refusals(bad)
-    names = ("proposals", "seconds", "layer_stride", "max_destination_load")
-    assert [reason.split("=")[0] for reason in reasons] == [f"balance.{name}" for name in names]
-    for proposals in (1.5, True, math.nan):
-        assert balance_refusals(BalanceConfig(proposals=proposals))  # type: ignore[arg-type]
-    assert balance_refusals(BalanceConfig(seconds=-1.0))
-    assert balance_refusals(BalanceConfig(layer_stride=2.0))  # type: ignore[arg-type]
-
-
-def test_topologies_without_expert_parallel_replicas_are_refused_with_loads() -> None:
-    for world, ep in ((4, 1), (4, 4)):
-        case = random_case(1, world=world, ep=ep, per_rank=2)
-        with pytest.raises(Refusal, match="1 < strategy.ep_degree < world size"):
-            case.plan(BalanceConfig(kind=BalanceKind.anneal))
-        case.plan(BalanceConfig())
-        dataclasses.replace(case, loads=None).plan(BalanceConfig(kind=BalanceKind.anneal, proposals=10))
 
 
 def test_long_samples_and_uneven_batches_are_refused_naming_them() -> None:
@@ -293,7 +262,7 @@ COMPILED = """
 import sys
 import numpy as np
 from planner_cases import random_case
-from olmo_rl.config import BalanceConfig, BalanceKind, BalanceLevel
+from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.search import compile_kernels
 from olmo_rl.types import ExpertLayout, Sample, Topology
@@ -313,15 +282,14 @@ def counted(dtype):
 layout = ExpertLayout(num_experts=4, top_k=1, routed_layers=(0, 1))
 case = random_case(1, world=4, ep=2, per_rank=6)
 blind = random_case(1, world=4, ep=2, per_rank=6, layers=0)
-for level in BalanceLevel:
-    balance = BalanceConfig(kind=BalanceKind.anneal, level=level, max_destination_load=10_000)
-    compile_kernels(balance, layout=layout, topology=case.topology)
-    before = compiled()
-    case.plan(balance)
-    blind.plan(BalanceConfig(kind=BalanceKind.anneal, level=level))
-    for dtype in "int8 uint8 int16 uint16 int32 uint32 int64 uint64".split():
-        counted(dtype)
-    assert 0 < before == compiled(), (before, compiled())
+balance = BalanceConfig(kind=BalanceKind.anneal, max_destination_load=10_000)
+compile_kernels(balance, layout=layout, topology=case.topology)
+before = compiled()
+case.plan(balance)
+blind.plan(BalanceConfig(kind=BalanceKind.anneal))
+for dtype in "int8 uint8 int16 uint16 int32 uint32 int64 uint64".split():
+    counted(dtype)
+assert 0 < before == compiled(), (before, compiled())
 """
 
 

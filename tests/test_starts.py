@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import random_case
 
-from olmo_rl.config import BalanceLevel
 from olmo_rl.planning.starts import (
     arrival_ranks,
     best_start,
     by_length,
     cells_plan,
     fill_columns,
-    flatten_columns,
     karmarkar_karp_ranks,
     least,
     length_rows,
     no_worse,
-    order_plan,
     starts,
 )
-from olmo_rl.planning.weights import fixed_point
 from olmo_rl.types import Topology
 
 
@@ -74,9 +69,6 @@ def test_filled_columns_keep_the_budget_and_leave_no_column_empty(
         return
     plan = cells_plan(cells, topology=Topology(world), columns=min(columns, per_rank))
     assert all(0 < sum(lengths[i] for i in pack) <= 60 for rank in plan.packs for pack in rank)
-    flat = flatten_columns(ranks, cells=cells, lengths=lengths)
-    assert (np.diff(cells[flat], axis=1) >= 0).all()
-    assert order_plan(flat, lengths=lengths, budget=60).packs_per_rank <= plan.packs_per_rank
 
 
 def test_first_fit_reopens_earlier_columns_and_refuses_what_does_not_fit() -> None:
@@ -95,16 +87,14 @@ def test_ties_in_length_keep_the_order_of_arrival() -> None:
     assert by_length(np.array([3, 5, 3, 5, 3])).tolist() == [1, 3, 0, 2, 4]
 
 
-@pytest.mark.parametrize("level", list(BalanceLevel))
-def test_the_best_start_has_least_j_and_no_more_packs_than_the_order_of_arrival(level: BalanceLevel) -> None:
+def test_the_best_start_has_least_j_and_no_more_packs_than_the_order_of_arrival() -> None:
     for seed in range(30):
         case = random_case(seed, world=4, ep=2, per_rank=6, room=1.2)
-        candidates = starts(
-            case.lengths, loads=case.loads, budget=case.budget, topology=case.topology, level=level
-        )
+        problem = case.problem()
+        candidates = starts(problem)
         arrival = candidates[0]
         assert arrival.name == "arrival"
-        weights = fixed_point(arrival.work, topology=case.topology)
+        weights = problem.weights
         best = best_start(candidates, weights=weights, cap=None)
         assert best.work.packs_per_rank <= arrival.work.packs_per_rank
         rivals = [s for s in candidates if s.work.packs_per_rank <= arrival.work.packs_per_rank]

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from olmo_rl.collections.load_counting import Counts, LoadCounter
 from olmo_rl.config import BalanceKind, Config
-from olmo_rl.planning.loads import sample_loads
 from olmo_rl.planning.packing import plan_step, unpacked_plan
 from olmo_rl.planning.pads import Pads, PadWork
 from olmo_rl.planning.schedule import (
@@ -55,7 +54,7 @@ def plan_settings(config: Config) -> dict[str, Any]:
         "ep_degree": config.ep_degree,
         "budget": config.budget,
         "packing": asdict(config.packing) | {"kind": config.packing.kind.value},
-        "balance": [balance.kind.value, balance.level.value, balance.layer_stride],
+        "balance": [balance.kind.value, balance.layer_stride],
         "max_destination_load": balance.max_destination_load,
     }
 
@@ -156,7 +155,7 @@ class StepPlanner:
                 flush=True,
             )
         self._warm = self._worker.submit(
-            _warm_kernels, self._config, searching=self._strategy.global_rank == 0
+            _compile_kernels, self._config, searches=self._strategy.global_rank == 0
         )
 
     def count(self, layout: ExpertLayout | None) -> Counts:
@@ -323,23 +322,9 @@ def _lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
     return np.array([len(sample) for sample in samples], dtype=np.int64)
 
 
-def _warm_kernels(config: Config, *, searching: bool) -> None:
-    """Load or compile counting on every rank, the search where it runs."""
-    layout = config.model.expert_layout
-    if layout is not None:
-        routes = np.tile(np.arange(layout.top_k, dtype=np.int16), (1, len(layout.routed_layers), 1))
-        sample = Sample(
-            id="",
-            group="",
-            tokens=np.zeros(2, dtype=np.int32),
-            response_mask=np.ones(2, dtype=bool),
-            behavior_logprobs=np.zeros(2, dtype=np.float32),
-            reward=0.0,
-            routes=routes,
-        )
-        topology = Topology(config.world_size, config.ep_degree)
-        sample_loads(sample, layout=layout, topology=topology, layer_stride=config.balance.layer_stride)
-    if searching:
-        from olmo_rl.planning.search import warm_up  # brings compiled kernels
+def _compile_kernels(config: Config, *, searches: bool) -> None:
+    """Counting on every rank, the search where it runs."""
+    from olmo_rl.planning.search import compile_kernels  # imports numba
 
-        warm_up(config.balance)
+    topology = Topology(config.world_size, config.ep_degree)
+    compile_kernels(config.balance, layout=config.model.expert_layout, topology=topology, searches=searches)

@@ -42,7 +42,7 @@ def inlined(function: F) -> F:
     return _compiled(function, _nrt=False, forceinline=True)
 
 
-def _compiled(function: F, **options: bool) -> F:
+def _compiled(function: F, **options: Any) -> F:
     if not HAVE_NUMBA:
         return function
     compiled: Any = numba.njit(nogil=True, **options)(function)

@@ -60,11 +60,6 @@ def compile_kernels(
         compile_chain()
 
 
-def warm_up(balance: BalanceConfig) -> None:
-    """`compile_kernels` of the search alone."""
-    compile_kernels(balance, layout=None, topology=Topology(1))
-
-
 def _anneal(problem: Problem) -> Found:
     weights, bounds = problem.weights, problem.bounds
     best = best_start(starts(problem), weights=weights, cap=problem.cap)
