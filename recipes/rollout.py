@@ -16,8 +16,8 @@ from olmo_rl.running.trainer import build_trainer
 from olmo_rl.running.upcycled import upcycled
 from olmo_rl.running.warm_start import warm_start
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import POLICY
 
 
 def generate(config: Config) -> None:

@@ -18,11 +18,14 @@ from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.sources import FileSource
 from olmo_rl.config import Config
 from olmo_rl.data.means import Mean, shown
-from olmo_rl.data.packs import Pack, PackedBatch
+from olmo_rl.data.packs import Pack, Step
+from olmo_rl.policy.loss import scored_slots
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.scoring import score_pack
+from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import POLICY, score_pack, scored_slots
+from olmo_rl.training.transfer import moved
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,20 +65,20 @@ def score(config: Config) -> None:
     data = RolloutDataModule(config, source=FileSource(config))
     scores = Scores()
 
-    def score_batch(batch: PackedBatch) -> None:
-        scores.read += int(batch.facts.get("rollouts/samples", 0))  # told once a file
-        scores.tails += int(batch.facts.get("batch/left_out", 0))
+    def score_step(step: Step) -> None:
+        scores.read += int(step.facts.get("rollouts/samples", 0))  # in the first step of a file
+        scores.tails += int(step.facts.get("batch/left_out", 0))
         mine: dict[str, list[float | None]] = {}
-        for pack in batch.packs:
+        for pack in moved(step.packs, device=strategy.root_device):
             logprobs = score_pack(pack, strategy=strategy, mode=module.mode)
             mine |= _by_sample(pack, logprobs=logprobs.cpu().tolist())
         for part in strategy.gather_objects(mine):
-            scores.found |= {(batch.source, id): values for id, values in part.items()}
-        for sample in batch.samples:
-            values = [v for v in scores.found[batch.source, sample.id] if v is not None]
+            scores.found |= {(step.source, id): values for id, values in part.items()}
+        for sample in step.samples:
+            values = [v for v in scores.found[step.source, sample.id] if v is not None]
             scores.gaps.extend(np.abs(values - sample.behavior_logprobs[sample.scored]).tolist())
 
-    module.on_predict = score_batch
+    module.on_predict = score_step
     trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])
     trainer.predict(module, datamodule=data, return_predictions=False)
     if trainer.is_global_zero:

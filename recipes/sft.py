@@ -21,8 +21,8 @@ from olmo_rl.running.held_out_loss import HeldOutLoss
 from olmo_rl.running.trainer import fit
 from olmo_rl.running.upcycled import upcycled
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.step import SUPERVISED
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import SUPERVISED
 
 
 def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:

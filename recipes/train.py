@@ -11,8 +11,7 @@ from rich.table import Table
 
 from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.generation import RolloutParts, build_parts
-from olmo_rl.collections.sources import FileSource, GeneratingSource
-from olmo_rl.collections.sources import Source as RolloutSource
+from olmo_rl.collections.sources import FileSource, GeneratingSource, RolloutSource
 from olmo_rl.config import Config
 from olmo_rl.data.means import shown
 from olmo_rl.run_directory import EXIT_INTERRUPTED, resolve_checkpoint
@@ -23,8 +22,8 @@ from olmo_rl.running.trainer import fit
 from olmo_rl.running.upcycled import upcycled
 from olmo_rl.running.warm_start import warm_start
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import POLICY
 
 CLOSING_METRICS = (
     "reward/mean",

@@ -61,8 +61,8 @@ from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.publication import Publication
+from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import POLICY
 from olmo_rl.types import Refusal, Sample
 from recipes import rollout, score, sft, train
 

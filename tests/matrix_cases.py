@@ -46,13 +46,13 @@ from olmo_rl.config import (
     TrainerConfig,
 )
 from olmo_rl.data.files import write_collection
-from olmo_rl.data.packs import PackedBatch
+from olmo_rl.data.packs import Step
 from olmo_rl.planning.loads import tail_routes
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import POLICY
 from olmo_rl.types import Collection, Sample, Topology
 
 TIMEOUT_SECONDS = 60
@@ -270,15 +270,15 @@ class Recorder(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Step, batch_idx: int
     ) -> None:
-        report = pl_module.report
+        result = pl_module.result
         self.updates.append(
             {
-                "grad_norm": report.grad_norm,
-                "totals": report.totals,
-                "scoring": report.decision.value,
-                "balance": report.balance,
+                "grad_norm": result.grad_norm,
+                "totals": result.totals.sums,
+                "scoring": result.decision.value,
+                "balance": result.totals.balance,
                 "normalisers": (batch.normalisers.tokens, batch.normalisers.responses),
                 "packs": [pack.ids for pack in batch.packs],
                 "real_tokens": [pack.real_tokens for pack in batch.packs],

@@ -55,7 +55,7 @@ MUTATIONS = {
         rules=frozenset({"loads"}),
     ),
     "balancing loss doubled under recomputation": Mutation(
-        file="training/update.py",
+        file="training/step.py",
         old="loss = loss + config.loss.router_aux_weight * balance",
         new="again = config.policy.recompute.value == 'full'\n"
         "        balance = balance + again * (balance - balance.detach())\n"

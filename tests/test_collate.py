@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from training_cases import LAYOUT, masked, samples_of
 
 from olmo_rl.config import BalanceConfig, BalanceKind
-from olmo_rl.data.collate import batch_of_rank, collate, count_normalisers
+from olmo_rl.data.collate import collate, count_normalisers, step_of_rank
 from olmo_rl.data.packs import TOKEN_FIELDS, Pack, RouteMode
 from olmo_rl.planning.loads import collection_loads, tail_routes
 from olmo_rl.planning.packing import plan_step
@@ -178,7 +178,7 @@ def check_pairing(plan: PackPlan, *, topology: Topology) -> None:
     """All ranks' packs together hold every sample once, each with exactly its own values."""
     samples = marked_samples()
     batches = [
-        batch_of_rank(samples, plan=plan, rank=rank, layout=LAYOUT, topology=topology, budget=64)
+        step_of_rank(samples, plan=plan, rank=rank, layout=LAYOUT, topology=topology, budget=64)
         for rank in range(topology.world_size)
     ]
     found = unpacked([pack for batch in batches for pack in batch.packs])
@@ -194,7 +194,7 @@ def check_pairing(plan: PackPlan, *, topology: Topology) -> None:
         assert [pack.ids for pack in batch.packs] == [
             tuple(samples[i].id for i in pack) for pack in plan.packs[rank]
         ]
-        assert batch.samples == samples, "every rank keeps the step in order of arrival"
+        assert list(batch.samples) == samples, "every rank keeps the step in order of arrival"
         assert batch.normalisers == count_normalisers(samples)
 
 

@@ -218,9 +218,7 @@ def test_a_whole_file_that_filters_or_age_made_uneven_gives_every_rank_as_many(
     samples = samples_of()[:7]  # of eight, one was filtered
     samples[2].policy_version = samples[4].policy_version = -1
     counter = LoadCounter(topology=Topology(2), layer_stride=1)
-    drawn = Drawn(
-        index=0, samples=samples, counts=counter.collection(None), facts={}, source="f", filtered=True
-    )
+    drawn = Drawn(samples=samples, counts=counter.collection(None), facts={}, source="f", filtered=True)
     config = Config(
         rollouts=RolloutsConfig(source=Source.files, max_lag=max_lag),
         batch=BatchConfig(samples_per_step=None),

@@ -19,7 +19,7 @@ from training_cases import LAYOUT, SHAPES, config_of, fit, samples_of, write_fil
 from olmo_rl.config import LossConfig, PackingConfig, PackingKind
 from olmo_rl.data.collate import collate
 from olmo_rl.policy.loss import scored_slots
-from olmo_rl.training import module
+from olmo_rl.training import step
 from olmo_rl.training.stopwatch import PHASES, Stopwatch
 from olmo_rl.training.transfer import moved
 from olmo_rl.types import Topology
@@ -67,13 +67,13 @@ def test_forwards_and_backwards_of_an_update_never_wait_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entropy_coef: float
 ) -> None:
     waits = Waits()
-    accumulate = module.PolicyModule._accumulate_gradients
+    accumulate = step.accumulate_gradients
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         with waits:
-            return accumulate(self, *args, **kwargs)
+            return accumulate(*args, **kwargs)
 
-    monkeypatch.setattr(module.PolicyModule, "_accumulate_gradients", watched)
+    monkeypatch.setattr(step, "accumulate_gradients", watched)
     write_files(tmp_path, [samples_of(SHAPES)])
     packing = PackingConfig(kind=PackingKind.consecutive, max_tokens=24)
     loss = LossConfig(entropy_coef=entropy_coef, router_aux_weight=0.01, router_z_weight=0.001)

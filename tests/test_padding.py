@@ -16,7 +16,7 @@ from model_cases import tiny_config
 
 from benchmarks import bench_padding
 from olmo_rl.config import BalanceConfig, BalanceKind
-from olmo_rl.data.collate import batch_of_rank, collate, pad_pack
+from olmo_rl.data.collate import collate, pad_pack, step_of_rank
 from olmo_rl.data.packs import TOKEN_FIELDS, Pack, RouteMode, RouteTrace
 from olmo_rl.planning.loads import collection_loads, tail_routes
 from olmo_rl.planning.objective import destination_loads, measure
@@ -342,7 +342,7 @@ def test_predicted_loads_are_those_of_the_routes_that_packs_hold_pads_included(
     tokens = np.zeros((4, plan.packs_per_rank), dtype=np.int64)
     pairs = np.zeros_like(tokens)
     for rank in range(4):
-        batch = batch_of_rank(
+        batch = step_of_rank(
             samples, plan=plan, rank=rank, layout=LAYOUT, topology=topology, budget=32, padding=padding
         )
         for column, pack in enumerate(batch.packs):
@@ -420,7 +420,7 @@ def test_every_row_of_a_step_padded_to_the_budget_has_the_same_shape() -> None:
     packs = [
         pack
         for rank in range(2)
-        for pack in batch_of_rank(
+        for pack in step_of_rank(
             samples,
             plan=plan,
             rank=rank,

@@ -103,7 +103,8 @@ def test_a_checkpoint_inside_a_collection_holds_its_steps_to_come_as_plain_value
     assert [len(pending["anchors"][s["id"]]) for s in pending["samples"]] == [
         int(s["response_mask"].sum()) for s in pending["samples"]
     ]
-    plan = run.data._steps[1].plan
+    assert run.data._open is not None
+    plan = run.data._open._steps[1].plan
     assert plan is not None
     assert pending["plans"][0]["packs"] == [[list(pack) for pack in rank] for rank in plan.packs]
     assert pending["facts"] == {}, "the first row told them"

@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.generation import build_local
-from olmo_rl.collections.sources import FileSource, GeneratingSource
-from olmo_rl.collections.sources import Source as RolloutSource
+from olmo_rl.collections.sources import FileSource, GeneratingSource, RolloutSource
 from olmo_rl.config import (
     BatchConfig,
     CallbacksConfig,
@@ -39,7 +38,7 @@ from olmo_rl.config import (
     TrainerConfig,
 )
 from olmo_rl.data.files import write_collection
-from olmo_rl.data.packs import PackedBatch
+from olmo_rl.data.packs import Step
 from olmo_rl.refusals import refusals
 from olmo_rl.run_directory import resolve_checkpoint
 from olmo_rl.running.callbacks import ContractLog
@@ -48,8 +47,8 @@ from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.ranks import run_ranks
 from olmo_rl.running.trainer import build_loggers, build_trainer
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import POLICY
 from olmo_rl.types import Collection, Sample
 
 MODEL = ModelConfig(
@@ -158,7 +157,7 @@ class Recorder(Callback):
     double: bool = False
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    batches: list[PackedBatch] = field(default_factory=list)
+    batches: list[Step] = field(default_factory=list)
     ids: list[list[str]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
@@ -175,7 +174,7 @@ class Recorder(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Step, batch_idx: int
     ) -> None:
         self.batches.append(batch)
         self.ids.append([sample.id for sample in batch.samples])

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from olmo_rl.collections.load_counting import Counts
+from olmo_rl.collections.load_counting import LoadCounts
 from olmo_rl.collections.planner import StepPlanner
-from olmo_rl.collections.sources import Source
+from olmo_rl.collections.sources import RolloutSource
 from olmo_rl.config import Config
 from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
 from olmo_rl.planning.packing import cut_into_steps
@@ -27,13 +27,12 @@ from olmo_rl.types import Collection, Refusal, Sample
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Drawn:
-    """The samples of collection `index` that survived the filters, in order, being counted. `facts` are what
+    """The samples of a collection that survived the filters, in order, being counted. `facts` are what
     the first row of the collection tells; `filtered`: some samples left.
     """
 
-    index: int
     samples: list[Sample]
-    counts: Counts
+    counts: LoadCounts
     facts: dict[str, float]
     source: str
     filtered: bool
@@ -41,7 +40,7 @@ class Drawn:
 
 
 def draw(
-    config: Config, *, source: Source, planner: StepPlanner, index: int, version: int | None
+    config: Config, *, source: RolloutSource, planner: StepPlanner, index: int, version: int | None
 ) -> Drawn | None:
     """Draw rounds until the collection is full or attempts end; None where the source is exhausted.
 
@@ -76,7 +75,6 @@ def draw(
     facts |= asked | _describe(drawn)
     facts |= {"rollouts/rounds": float(rounds), "rollouts/samples": float(len(drawn))}
     return Drawn(
-        index=index,
         samples=kept,
         counts=counts,
         facts=facts,

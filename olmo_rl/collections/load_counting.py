@@ -40,9 +40,9 @@ class LoadCounter:
         self.layer_stride = layer_stride
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loads")
 
-    def collection(self, layout: ExpertLayout | None) -> Counts:
+    def collection(self, layout: ExpertLayout | None) -> LoadCounts:
         """Where the samples of one collection arrive; without a layout there is nothing to count."""
-        return Counts(self, layout=layout)
+        return LoadCounts(self, layout=layout)
 
     def submit(self, samples: Sequence[Sample], *, layout: ExpertLayout) -> Future[_Chunk]:
         return self._worker.submit(self._count, samples, layout)
@@ -73,7 +73,7 @@ class LoadCounter:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 
-class Counts:
+class LoadCounts:
     """The loads of one collection's samples, by sample id."""
 
     def __init__(self, counter: LoadCounter, *, layout: ExpertLayout | None) -> None:

@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.collections.load_counting import Counts, LoadCounter
+from olmo_rl.collections.load_counting import LoadCounter, LoadCounts
 from olmo_rl.config import BalanceKind, Config
 from olmo_rl.planning.packing import plan_step, unpacked_plan
-from olmo_rl.planning.pads import Pads, PadWork
+from olmo_rl.planning.pads import Pads
 from olmo_rl.planning.schedule import (
     Schedule,
     StepInput,
@@ -43,6 +44,12 @@ class PlanRecord:
     paths: dict[str, int]
     settings: dict[str, Any]
 
+    @classmethod
+    def of(cls, schedule: Schedule, *, config: Config) -> PlanRecord:
+        return cls(
+            plan=schedule.plan, start=schedule.start, paths=schedule.paths, settings=plan_settings(config)
+        )
+
 
 def plan_settings(config: Config) -> dict[str, Any]:
     """What a plan depends on beside its samples, as plain values. Limits of a search are left out: a plan
@@ -59,75 +66,36 @@ def plan_settings(config: Config) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlannedStep:
-    """One step on one rank: its schedule, the loads int32 [N, E, L] that this rank counted, and what the pads
-    of its plan add.
+# A step as the planner sees it, and its schedule: None where another rank searches.
+Planned = tuple[StepInput, Schedule | None]
+
+
+class PlanTask:
+    """The search for one step's plan. It runs once: in `worker`, or without one when its result is asked for.
+
+    `find` gives the step as the planner sees it and its schedule, None where another rank searches; it raises
+    the Refusal of a step that cannot be planned.
     """
 
-    schedule: Schedule
-    loads: NDArray[np.int32] | None
-    pads: PadWork | None
-
-    def facts(self, samples: Sequence[Sample], *, budget: int) -> dict[str, float]:
-        """Metrics of the step's plan."""
-        plan, work = self.schedule.plan, self.schedule.after
-        tokens, packs = sum(len(sample) for sample in samples), plan.packs_per_rank * plan.world_size
-        facts = {
-            "packing/packs": float(plan.packs_per_rank),
-            "packing/samples_per_pack": len(samples) / packs,
-            "packing/tokens_per_pack": tokens / packs,
-            "packing/fill": tokens / (packs * budget),
-        }
-        if work.skew_mean is not None and work.skew_max is not None:
-            facts["packing/expert_dispatch_skew_mean"] = work.skew_mean
-            facts["packing/expert_dispatch_skew_max"] = work.skew_max
-        if plan.search is not None:
-            facts["balance/gap_before"], facts["balance/gap"] = self.schedule.gaps
-            if self.loads is not None:
-                facts["balance/placement_floor"] = placement_floor(self.loads)
-        return facts
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Found:
-    """What the thread hands to the main one. `outcome` is None where another rank searches."""
-
-    outcome: Schedule | Refusal | None
-    step: StepInput | None = None
-
-
-class _Job:
-    """A search that runs once: in `worker`, or where there is none when its result is asked for."""
-
-    def __init__(self, find: Callable[[], _Found], *, worker: ThreadPoolExecutor | None) -> None:
+    def __init__(self, find: Callable[[], Planned], *, worker: ThreadPoolExecutor | None) -> None:
         self._find = find
-        self._found: Future[_Found] | None = None if worker is None else worker.submit(find)
+        self._future: Future[Planned] | None = None if worker is None else worker.submit(find)
 
-    def result(self) -> _Found:
-        if self._found is None:
-            self._found = Future()
-            self._found.set_result(self._find())
-        return self._found.result()
+    def result(self) -> Planned:
+        if self._future is None:
+            self._future = Future()
+            try:
+                self._future.set_result(self._find())
+            except Refusal as refusal:
+                self._future.set_exception(refusal)
+        return self._future.result()
 
     @property
-    def done(self) -> bool:
-        return self._found is not None and self._found.done()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plans:
-    """The plans of the steps of one collection that train, made or being made."""
-
-    steps: Sequence[Sequence[Sample]]
-    jobs: Sequence[_Job]
-
-    def made(self, index: int) -> Schedule | None:
-        """The plan of step `index` where this rank has found it, without waiting."""
-        if not self.jobs[index].done:
+    def schedule(self) -> Schedule | None:
+        """The plan where this rank has found one, without waiting."""
+        if self._future is None or not self._future.done() or self._future.exception() is not None:
             return None
-        outcome = self.jobs[index].result().outcome
-        return outcome if isinstance(outcome, Schedule) else None
+        return self._future.result()[1]
 
 
 class StepPlanner:
@@ -138,90 +106,65 @@ class StepPlanner:
         self._strategy = strategy
         self._counter = LoadCounter(topology=strategy.topology, layer_stride=config.balance.layer_stride)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
-        self._warm: Future[None] | None = None
+        if self.searches:
+            self._worker.submit(_load_kernels, config, searches=strategy.global_rank == 0)
 
     @property
     def searches(self) -> bool:
         return self._config.balance.kind is not BalanceKind.none
 
-    def warm_up(self) -> None:
-        """Compile in the background what planning needs, with a line that says so."""
-        if not self.searches or self._warm is not None:
-            return
-        if self._strategy.global_rank == 0:
-            print(
-                f"balance={self._config.balance.kind.value}: compiling the planner's kernels in the "
-                "background, or loading them from the cache",
-                flush=True,
-            )
-        self._warm = self._worker.submit(
-            _compile_kernels, self._config, searches=self._strategy.global_rank == 0
-        )
-
-    def count(self, layout: ExpertLayout | None) -> Counts:
+    def count(self, layout: ExpertLayout | None) -> LoadCounts:
         """Where the samples of one collection arrive to be counted."""
         return self._counter.collection(layout)
 
     def begin(
         self,
-        steps: Sequence[Sequence[Sample]],
+        samples: Sequence[Sample],
         *,
-        counts: Counts,
+        counts: LoadCounts,
         collection_steps: int,
-        records: Sequence[PlanRecord | None],
-    ) -> Plans:
-        """Take steps of a collection of `collection_steps` that train, and what a checkpoint knows of their
-        plans. With `balance.overlap` the thread starts on all of them, in order.
+        record: PlanRecord | None,
+    ) -> PlanTask:
+        """Take a step of a collection with `collection_steps` that train, and the plan that a checkpoint has
+        for it. With `balance.overlap` the thread starts on it, in the order of the calls.
         """
-        worker = self._worker if self.searches and self._config.balance.overlap else None
-        jobs = [
-            _Job(
-                self._finder(samples, counts=counts, collection_steps=collection_steps, record=record),
-                worker=worker,
-            )
-            for samples, record in zip(steps, records, strict=True)
-        ]
-        return Plans(steps=steps, jobs=jobs)
+        find = partial(
+            _find,
+            self._config,
+            samples=samples,
+            counts=counts,
+            topology=self._strategy.topology,
+            collection_steps=collection_steps,
+            searching=not self.searches or self._strategy.global_rank == 0,
+            record=record,
+        )
+        return PlanTask(find, worker=self._worker if self.searches and self._config.balance.overlap else None)
 
-    def _finder(
-        self, samples: Sequence[Sample], *, counts: Counts, collection_steps: int, record: PlanRecord | None
-    ) -> Callable[[], _Found]:
-        def find() -> _Found:
-            return _find(
-                self._config,
-                samples=samples,
-                counts=counts,
-                topology=self._strategy.topology,
-                collection_steps=collection_steps,
-                searching=not self.searches or self._strategy.global_rank == 0,
-                record=record,
-            )
-
-        return find
-
-    def hand_over(self, plans: Plans, *, index: int) -> PlannedStep:
-        """Step `index`, agreed by all ranks. Called in step order on every rank; raises what rank 0
-        refused.
+    def agree(self, task: PlanTask) -> tuple[StepInput, Schedule]:
+        """The step and its schedule, agreed by all ranks. Called in step order on every rank; raises the
+        Refusal of rank 0.
         """
         began = time.perf_counter()
-        if self._warm is not None and not self._warm.done() and self._strategy.global_rank == 0:
-            print("waiting for the planner's kernels", flush=True)
-        if self._warm is not None:
-            self._warm.result()
-        found = plans.jobs[index].result()
+        if not self.searches:  # every rank packs for itself
+            step, schedule = task.result()
+            assert schedule is not None, "without a search every rank plans"
+            return step, schedule
+        found: Planned | Refusal
+        try:
+            found = task.result()
+        except Refusal as refusal:
+            found = refusal
         waited = time.perf_counter() - began
-        if not self.searches:
-            return _own(found)
         # One broadcast and one gather for every step, on every rank, whatever was found.
-        outcome = self._strategy.from_rank_zero(lambda: found.outcome)
+        outcome = self._strategy.from_rank_zero(lambda: found if isinstance(found, Refusal) else found[1])
         if isinstance(outcome, Refusal):
             raise outcome
         assert outcome is not None, "rank 0 searches"
-        assert found.step is not None, "what cannot be counted is refused on every rank alike"
-        self._verify(outcome, step=found.step)
+        assert not isinstance(found, Refusal), "a step that cannot be counted is refused on every rank alike"
+        step, _ = found
+        self._verify(outcome, step=step)
         total = time.perf_counter() - began
-        seconds = outcome.seconds | {"wait": waited, "agree": total - waited}
-        return _handed_over(replace(outcome, seconds=seconds), step=found.step)
+        return step, replace(outcome, seconds=outcome.seconds | {"wait": waited, "agree": total - waited})
 
     def _verify(self, schedule: Schedule, *, step: StepInput) -> None:
         """Rescore the plan with this rank's own counts, then compare digests over ranks."""
@@ -240,59 +183,61 @@ class StepPlanner:
         self._counter.close()
 
 
-def _own(found: _Found) -> PlannedStep:
-    if isinstance(found.outcome, Refusal):
-        raise found.outcome
-    assert found.outcome is not None, "without a search every rank packs for itself"
-    assert found.step is not None
-    return _handed_over(found.outcome, step=found.step)
-
-
-def _handed_over(schedule: Schedule, *, step: StepInput) -> PlannedStep:
-    pads = None if step.pads is None else step.pads.work(schedule.plan)
-    return PlannedStep(schedule=schedule, loads=step.loads, pads=pads)
+def plan_facts(schedule: Schedule, *, step: StepInput) -> dict[str, float]:
+    """Metrics of a step's plan."""
+    plan, work = schedule.plan, schedule.after
+    tokens, packs = int(step.lengths.sum()), plan.packs_per_rank * plan.world_size
+    facts = {
+        "packing/packs": float(plan.packs_per_rank),
+        "packing/samples_per_pack": len(step.lengths) / packs,
+        "packing/tokens_per_pack": tokens / packs,
+        "packing/fill": tokens / (packs * step.budget),
+    }
+    if work.skew_mean is not None and work.skew_max is not None:
+        facts["packing/expert_dispatch_skew_mean"] = work.skew_mean
+        facts["packing/expert_dispatch_skew_max"] = work.skew_max
+    if plan.search is not None:
+        facts["balance/gap_before"], facts["balance/gap"] = schedule.gaps
+        if step.loads is not None:
+            facts["balance/placement_floor"] = placement_floor(step.loads)
+    return facts
 
 
 def _find(
     config: Config,
     *,
     samples: Sequence[Sample],
-    counts: Counts,
+    counts: LoadCounts,
     topology: Topology,
     collection_steps: int,
     searching: bool,
     record: PlanRecord | None,
-) -> _Found:
+) -> Planned:
     """Take the counts, and on the searching rank plan: the same arithmetic in whichever thread it runs."""
+    loads, counted = counts.of(samples)
     # The reference search has one allowance for a collection.
     shared = config.balance.kind is BalanceKind.reference
-    outcome: Schedule | None = None
-    try:
-        loads, counted = counts.of(samples)
-        step = StepInput(
-            lengths=_lengths(samples),
-            ids=[sample.id for sample in samples],
-            loads=loads,
-            budget=config.budget,
+    step = StepInput(
+        lengths=_lengths(samples),
+        ids=[sample.id for sample in samples],
+        loads=loads,
+        budget=config.budget,
+        topology=topology,
+        balance=config.balance,
+        seconds=config.balance.seconds / collection_steps if shared else None,
+        pads=Pads.of(
+            samples,
+            padding=config.padding,
             topology=topology,
-            balance=config.balance,
-            seconds=config.balance.seconds / collection_steps if shared else None,
-            pads=Pads.of(
-                samples,
-                padding=config.padding,
-                topology=topology,
-                loads=loads,
-                layout=counts.layout,
-                layer_stride=config.balance.layer_stride,
-            ),
-        )
-        if searching:
-            outcome = _plan(step, config=config, record=record)
-    except Refusal as refusal:
-        return _Found(outcome=refusal)
-    if outcome is not None:
-        outcome = replace(outcome, seconds={"count": counted} | outcome.seconds)
-    return _Found(outcome=outcome, step=step)
+            loads=loads,
+            layout=counts.layout,
+            layer_stride=config.balance.layer_stride,
+        ),
+    )
+    if not searching:
+        return step, None
+    schedule = _plan(step, config=config, record=record)
+    return step, replace(schedule, seconds={"count": counted} | schedule.seconds)
 
 
 def _plan(step: StepInput, *, config: Config, record: PlanRecord | None) -> Schedule:
@@ -322,9 +267,10 @@ def _lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
     return np.array([len(sample) for sample in samples], dtype=np.int64)
 
 
-def _compile_kernels(config: Config, *, searches: bool) -> None:
-    """Counting on every rank, the search where it runs."""
-    from olmo_rl.planning.search import compile_kernels  # imports numba
+def _load_kernels(config: Config, *, searches: bool) -> None:
+    """From the cache on disk: `run_ranks` compiled them before ranks could wait for each other."""
+    from olmo_rl.planning.search import compile_kernels  # imports compiled kernels
 
+    layout = config.model.expert_layout if config.replay else None
     topology = Topology(config.world_size, config.ep_degree)
-    compile_kernels(config.balance, layout=config.model.expert_layout, topology=topology, searches=searches)
+    compile_kernels(config.balance, layout=layout, topology=topology, searches=searches)

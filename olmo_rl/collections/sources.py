@@ -30,7 +30,7 @@ from olmo_rl.types import Collection, Refusal, Sample
 T = TypeVar("T")
 
 
-class Source(Protocol):
+class RolloutSource(Protocol):
     """Draws collections by index; `generates` tells whether a short collection can be filled by drawing
     again.
     """

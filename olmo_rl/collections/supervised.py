@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -16,14 +17,15 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from olmo_rl.collections.steps import StepLoader
+from olmo_rl.collections.step_loader import StepLoader
 from olmo_rl.config import Config
 from olmo_rl.data.chat import supervised_sample
-from olmo_rl.data.collate import batch_of_rank
-from olmo_rl.data.packs import PackedBatch
+from olmo_rl.data.collate import step_of_rank
+from olmo_rl.data.packs import Step
 from olmo_rl.data.tasks import Problem, Task, demonstration
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.planning.packing import plan_step, unpacked_plan
+from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 
@@ -53,7 +55,7 @@ class SupervisedDataModule(LightningDataModule):
         super().__init__()
         self.config = config
         self.source = source
-        self.given: list[PackedBatch] = []
+        self._step: Step | None = None
         self.steps_drawn = 0
         self._samples_per_step = samples_per_step
 
@@ -66,26 +68,28 @@ class SupervisedDataModule(LightningDataModule):
         """A step counts once its update ended: a draw that was refused, or an update that failed, will be
         drawn again.
         """
-        return self._after if self.given and self.given[-1].finished else self._before
+        finished = cast(PolicyModule, cast(Any, self.trainer).lightning_module).finished_step
+        return self._after if self._step is not None and self._step is finished else self._before
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.steps_drawn = state_dict["steps_drawn"]
         self.source.load_state_dict(state_dict["source"])
 
-    def next_collection(self) -> Sequence[PackedBatch] | None:
+    def next_collection(self) -> Sequence[Step] | None:
         """One step, or None at the end."""
         started = time.perf_counter()
-        self._before, self.given = self._state(), []
+        self._before, self._step = self._state(), None
         samples = self.source.draw(self._samples_per_step)
         if len(samples) < self._samples_per_step:
             self._end(len(samples))
             return None
         self.steps_drawn += 1
         self._after = self._state()
-        batch = supervised_batch(samples, config=self.config, strategy=self.strategy)
-        batch.facts |= self.source.facts() | {"time/data_s": time.perf_counter() - started}
-        return [batch]
+        step = supervised_step(samples, config=self.config, strategy=self.strategy)
+        facts = dict(step.facts) | self.source.facts() | {"time/data_s": time.perf_counter() - started}
+        self._step = replace(step, facts=facts)
+        return [self._step]
 
     def _state(self) -> dict[str, Any]:
         return {"steps_drawn": self.steps_drawn, "source": self.source.state_dict()}
@@ -105,9 +109,7 @@ class SupervisedDataModule(LightningDataModule):
         return cast(ExpertParallelStrategy, cast(Any, self.trainer).strategy)
 
 
-def supervised_batch(
-    samples: Sequence[Sample], *, config: Config, strategy: ExpertParallelStrategy
-) -> PackedBatch:
+def supervised_step(samples: Sequence[Sample], *, config: Config, strategy: ExpertParallelStrategy) -> Step:
     """One step of `samples` in their order, as this rank runs it."""
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     ids = [sample.id for sample in samples]
@@ -115,7 +117,7 @@ def supervised_batch(
         plan = plan_step(lengths, budget=config.budget, topology=strategy.topology, ids=ids)
     else:
         plan = unpacked_plan(lengths, topology=strategy.topology, ids=ids)
-    batch = batch_of_rank(
+    step = step_of_rank(
         samples,
         plan=plan,
         rank=strategy.global_rank,
@@ -125,15 +127,15 @@ def supervised_batch(
         padding=config.padding,
     )
     cells = plan.packs_per_rank * plan.world_size
-    batch.facts = {
+    facts = {
         "packing/packs": float(plan.packs_per_rank),
         "packing/fill": float(lengths.sum()) / (cells * config.budget),
         "packing/samples_per_pack": len(samples) / cells,
         "packing/tokens_per_pack": float(lengths.sum()) / cells,
         "sft/tokens": float(lengths.sum()),
-        "sft/scored_tokens": float(batch.normalisers.tokens),
+        "sft/scored_tokens": float(step.normalisers.tokens),
     }
-    return batch
+    return replace(step, facts=facts)
 
 
 class TaskDemonstrations:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from olmo_rl.data.packs import TOKEN_FIELDS, Normalisers, Pack, PackedBatch, PadRule
+from olmo_rl.data.packs import TOKEN_FIELDS, Normalisers, Pack, PadRule, Step
 from olmo_rl.planning.loads import placeholder_routes, tail_routes
 from olmo_rl.planning.pads import pad_documents, stripes
 from olmo_rl.types import NO_PADDING, ExpertLayout, PackPlan, Padding, Refusal, Sample, Topology
@@ -150,7 +150,7 @@ def count_normalisers(samples: Sequence[Sample]) -> Normalisers:
     return Normalisers(tokens=sum(scored), responses=sum(count > 0 for count in scored))
 
 
-def batch_of_rank(
+def step_of_rank(
     samples: Sequence[Sample],
     *,
     plan: PackPlan,
@@ -159,15 +159,22 @@ def batch_of_rank(
     topology: Topology,
     budget: int,
     padding: Padding = NO_PADDING,
-) -> PackedBatch:
-    """One optimizer step as `rank` runs it: its column of packs under the step's global denominators."""
-    return PackedBatch(
-        packs=[
-            collate([samples[i] for i in pack], layout=layout, topology=topology, padding=padding)
-            for pack in plan.packs[rank]
-        ],
+) -> Step:
+    """One optimizer step as `rank` runs it: its packs of the plan under the step's global denominators."""
+    return Step(
+        samples=tuple(samples),
         normalisers=count_normalisers(samples),
         plan=plan,
-        samples=list(samples),
+        packs=tuple(
+            collate([samples[i] for i in pack], layout=layout, topology=topology, padding=padding)
+            for pack in plan.packs[rank]
+        ),
         budget=budget,
+    )
+
+
+def empty_step(*, budget: int) -> Step:
+    """A step that nothing can train: every rank skips it."""
+    return Step(
+        samples=(), normalisers=Normalisers(tokens=0, responses=0), plan=None, packs=(), budget=budget
     )

@@ -222,36 +222,27 @@ class Normalisers:
     responses: int
 
 
-@dataclass(kw_only=True, slots=True)
-class PackedBatch:
-    """One optimizer step as one rank sees it: its column of packs, the global denominators and the plan.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+class Step:
+    """One optimizer step as one rank runs it. It never changes, and refers to no other step.
 
-    `samples` are all samples of the step in order of arrival, on every rank. No packs means that nothing in
-    this step could train: every rank skips it alike. `collection` is set on the first step of a collection
-    that trains: all steps of the collection, this one included. `anchors[i]` are log-probs [S] of the scored
-    slots of pack i, where a scoring pass of its own computed them. `facts` are metrics that every rank knows
-    alike. `schedule` says how the plan was found, `forecast` what every destination should receive where
-    routes are replayed. `finished`: its update ended, or there was none to make. `source`:
-    the file, or whatever else the samples came from.
+    `samples`: all samples of the step in order of arrival, on every rank; `normalisers`: their global
+    denominators. `plan` assigns them to packs, `schedule` is the plan with its evidence where a planner made
+    it; `packs`: this rank's, on the host. Without packs nothing in the step can train, and every rank skips
+    it alike. `forecast`: what every destination should receive, where routes are replayed over several ranks.
+    `anchors[i]`: log-probs [S] of the scored slots of pack i by the policy before the first step of its
+    collection, where a scoring pass of its own computed them. `facts`: metrics that every rank knows alike.
+    `steps_in_collection`: the steps of its collection, this one included; `source`: the file, or the engine.
     """
 
-    packs: list[Pack]
+    samples: Sequence[Sample]
     normalisers: Normalisers
     plan: PackPlan | None
-    samples: list[Sample]
+    packs: tuple[Pack, ...]
     budget: int
-    facts: dict[str, float] = field(default_factory=dict)
-    collection: Sequence[PackedBatch] = ()
-    steps_in_collection: int = 1
-    anchors: list[Tensor] | None = None
     schedule: Schedule | None = None
     forecast: Forecast | None = None
-    finished: bool = False
+    anchors: tuple[Tensor, ...] | None = None
+    facts: Mapping[str, float] = field(default_factory=dict)
+    steps_in_collection: int = 1
     source: str = ""
-
-    def to(self, device: torch.device) -> PackedBatch:
-        """The same step with its tensors on `device`; Lightning calls this before the update."""
-        self.packs = [pack.to(device) for pack in self.packs]
-        if self.anchors is not None:
-            self.anchors = [values.to(device) for values in self.anchors]
-        return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -16,12 +17,15 @@ from olmo_rl.collections.generation import RolloutParts
 from olmo_rl.collections.sources import response_text, together
 from olmo_rl.config import Config
 from olmo_rl.data.means import Mean
-from olmo_rl.data.packs import PackedBatch
+from olmo_rl.data.packs import Step
 from olmo_rl.data.tasks import Problem
 from olmo_rl.planning.pictures import draw_packs
+from olmo_rl.policy.compiling import Graph
 from olmo_rl.policy.engine import Request
 from olmo_rl.run_directory import whole_lines
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.step import StepResult
+from olmo_rl.training.step_report import events_of, metrics_of
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
 
@@ -34,7 +38,7 @@ class ContractLog(Callback):
     def __init__(self, run_dir: str | Path) -> None:
         self._run_dir = Path(run_dir)
         self._file: IO[str] | None = None
-        self._told = -1
+        self._written = -1
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -58,44 +62,32 @@ class ContractLog(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Step, batch_idx: int
     ) -> None:
-        module = cast(PolicyModule, pl_module)
-        if module.report is None:
-            self.write("skipped", trainer=trainer, facts=batch.facts)
+        result = cast(PolicyModule, pl_module).result
+        if result is None:
+            self.write("skipped", trainer=trainer, facts=dict(batch.facts))
         else:
-            self._tell(module, batch=batch, trainer=trainer)
+            self._write_step(result, trainer=trainer, graphs=cast(PolicyModule, pl_module).new_graphs)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """An update that nothing could be told after, say its publication: a checkpoint will hold it."""
-        report = cast(PolicyModule, pl_module).report
-        refused = isinstance(exception, Refusal) and self._file is not None
-        if refused and report is not None and report.stepped and self._told != trainer.global_step:
-            self._tell(cast(PolicyModule, pl_module), batch=report.batch, trainer=trainer)
+        """Write down an update that was refused after it stepped, say in its publication: a checkpoint will
+        hold it.
+        """
+        module = cast(PolicyModule, pl_module)
+        unwritten = self._file is not None and self._written != trainer.global_step
+        refused = isinstance(exception, Refusal) and unwritten
+        if refused and module.result is not None and module.result.stepped:
+            self._write_step(module.result, trainer=trainer, graphs=module.new_graphs)
 
-    def _tell(self, module: PolicyModule, *, batch: PackedBatch, trainer: Trainer) -> None:
-        assert module.report is not None
-        self._told = trainer.global_step
-        self.write(
-            "packing",
-            trainer=trainer,
-            samples=sum(len(pack.ids) for pack in batch.packs),
-            packs=len(batch.packs),
-            real_tokens=sum(pack.real_tokens for pack in batch.packs),
-            padded_tokens=sum(len(pack) for pack in batch.packs),
-            max_pack_tokens=max(pack.real_tokens for pack in batch.packs),
-            token_budget=batch.budget,
-            fill=sum(pack.real_tokens for pack in batch.packs) / (len(batch.packs) * batch.budget),
-            samples_per_pack=[len(pack.ids) for pack in batch.packs],
-            sample_ids=[list(pack.ids) for pack in batch.packs],
-            plan="planned" if batch.schedule is None else batch.schedule.origin,
-        )
-        for event, values in module.report.events().items():
+    def _write_step(self, result: StepResult, *, trainer: Trainer, graphs: Sequence[Graph]) -> None:
+        self._written = trainer.global_step
+        for event, values in events_of(result).items():
             self.write(event, trainer=trainer, **values)
-        if module.new_graphs:
-            graphs = [{"region": graph.region, "reason": graph.reason} for graph in module.new_graphs]
-            self.write("compile", trainer=trainer, graphs=graphs)
+        if graphs:
+            named = [{"region": graph.region, "reason": graph.reason} for graph in graphs]
+            self.write("compile", trainer=trainer, graphs=named)
 
 
 def _plain(value: object) -> object:
@@ -111,8 +103,8 @@ def evaluation_due(trainer: Trainer, pl_module: LightningModule, *, interval: in
     """Whether the update that has just ended moved the policy to where it is evaluated: every `interval`
     updates (0 = never in between) and at the end.
     """
-    report = cast(PolicyModule, pl_module).report
-    if report is None or not report.stepped:
+    result = cast(PolicyModule, pl_module).result
+    if result is None or not result.stepped:
         return False  # the policy is what it was
     step = trainer.global_step
     return (interval > 0 and step % interval == 0) or step == trainer.max_steps or trainer.should_stop
@@ -219,7 +211,7 @@ class PackPicture(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Step, batch_idx: int
     ) -> None:
         if self._drawn or not trainer.is_global_zero or batch.plan is None:
             return
@@ -274,7 +266,7 @@ class ProgressDisplay(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PackedBatch, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Step, batch_idx: int
     ) -> None:
         if not trainer.is_global_zero:
             return
@@ -287,10 +279,10 @@ class ProgressDisplay(Callback):
             print(f"{self._label} {trainer.global_step}/{self._total}  {note}", flush=True)
 
     @staticmethod
-    def _note(module: PolicyModule, batch: PackedBatch) -> str:
-        if module.report is None:
+    def _note(module: PolicyModule, batch: Step) -> str:
+        if module.result is None:
             return f"nothing to train on, {module.skipped_updates} updates skipped"
-        metrics = module.report.metrics() | batch.facts
+        metrics = metrics_of(module.result) | dict(batch.facts)
         parts = [f"reward {metrics['reward/mean']:.3f}"] if "reward/mean" in metrics else []
         parts.append(f"loss {metrics['loss/total']:+.4f}")
         parts.append(f"fill {metrics['packing/fill']:.2f}")

@@ -29,6 +29,7 @@ from olmo_rl.run_directory import (
     finish_checkpoint,
 )
 from olmo_rl.running.rank_process import SIGNALS, say
+from olmo_rl.training.lightning_internals import write_row
 from olmo_rl.types import Refusal
 
 # For ranks that were refused the same to come together; a rank that was not never comes.
@@ -134,7 +135,7 @@ class Checkpoints(Callback):
         if trainer.global_step == self._last_saved:
             return
         self._last_saved = trainer.global_step
-        _write_row(trainer)
+        write_row(trainer)
         final = checkpoint_path(self._config.run_dir, step=trainer.global_step)
         scratch = final.with_name(final.name + SCRATCH)
         if trainer.is_global_zero and scratch.exists():
@@ -149,16 +150,3 @@ class Checkpoints(Callback):
             for old in complete_checkpoints(self._config.run_dir)[: -self._config.callbacks.keep_checkpoints]:
                 shutil.rmtree(old)
         trainer.strategy.barrier()
-
-
-def _write_row(trainer: Trainer) -> None:
-    """Hand what was logged since the last row to the loggers. Lightning does so behind the hooks of an
-    update, and a run killed between its checkpoint and its row would resume without that row.
-    """
-    progress = trainer.fit_loop.epoch_loop.batch_progress.current
-    if trainer._results is None or progress.ready == progress.completed:
-        return  # between updates: Lightning wrote it
-    connector = trainer._logger_connector
-    connector.update_train_step_metrics()
-    connector.on_batch_end()  # what other callbacks watch stays
-    trainer._results.reset()  # or the same row is written again

@@ -16,15 +16,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from olmo_rl.collections.conversations import Conversations
-from olmo_rl.collections.supervised import supervised_batch
+from olmo_rl.collections.supervised import supervised_step
 from olmo_rl.config import Config
 from olmo_rl.data.chat_files import open_chat, rows_in_order
 from olmo_rl.data.means import Mean
-from olmo_rl.data.packs import PackedBatch, RouteMode
+from olmo_rl.data.packs import RouteMode, Step
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.running.callbacks import ContractLog, evaluation_due, log_known
+from olmo_rl.training.scoring import score_pack
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import score_pack
+from olmo_rl.training.transfer import moved
 from olmo_rl.types import Sample
 
 
@@ -63,8 +64,8 @@ class HeldOutLoss(Callback):
         conversations = 0
         for samples in self._steps(strategy):
             conversations += len(samples)
-            batch = self._batch(samples, strategy=strategy).to(strategy.root_device)
-            for pack in batch.packs:
+            step = self._step(samples, strategy=strategy)
+            for pack in moved(step.packs, device=strategy.root_device):
                 logprobs = score_pack(pack, strategy=strategy, mode=RouteMode.live)
                 total += torch.stack([-logprobs.double().sum(), logprobs.new_tensor(len(logprobs)).double()])
         loss, tokens = strategy.sum_over_ranks(total).tolist()
@@ -96,10 +97,10 @@ class HeldOutLoss(Callback):
             left = None if left is None else left - len(samples)
             yield samples
 
-    def _batch(self, samples: list[Sample], *, strategy: ExpertParallelStrategy) -> PackedBatch:
+    def _step(self, samples: list[Sample], *, strategy: ExpertParallelStrategy) -> Step:
         missing = -len(samples) % strategy.topology.world_size
         copies = [
             replace(samples[-1], id=f"{samples[-1].id}+{i}", loss_mask=np.zeros(len(samples[-1]), dtype=bool))
             for i in range(missing)
         ]
-        return supervised_batch([*samples, *copies], config=self._config, strategy=strategy)
+        return supervised_step([*samples, *copies], config=self._config, strategy=strategy)

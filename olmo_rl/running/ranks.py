@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from olmo_rl.backends import missing
-from olmo_rl.config import Config
-from olmo_rl.running.launchers import rank_variables
+from olmo_rl.config import BalanceKind, Config
+from olmo_rl.running.launchers import launched_rank, rank_variables
 from olmo_rl.running.rank_process import (
     Entry,
     call,
@@ -25,7 +25,7 @@ from olmo_rl.running.rank_process import (
     threads_per_rank,
 )
 from olmo_rl.running.supervisor import supervise
-from olmo_rl.types import Refusal
+from olmo_rl.types import Refusal, Topology
 
 
 def run_ranks(entry: Entry | str, config: Config) -> None:
@@ -39,6 +39,8 @@ def run_ranks(entry: Entry | str, config: Config) -> None:
     if lacking := missing(config):
         raise Refusal(lacking)
     variables = rank_variables(os.environ, config=config)
+    with ended_by_signals():
+        _compile_planner(config)
     if variables is not None:
         _run_launched(entry, config, variables=variables)
     elif config.trainer.world_size == 1:
@@ -50,6 +52,25 @@ def run_ranks(entry: Entry | str, config: Config) -> None:
             f"trainer.num_nodes={config.trainer.num_nodes} needs a launcher that starts the ranks of every "
             "node: use launch/slurm.sbatch or launch/torchrun.sh, or set trainer.num_nodes=1"
         )
+
+
+def _compile_planner(config: Config) -> None:
+    """Compile the kernels of a planner that searches, or find them in the cache on disk. A compilation takes
+    ten seconds to minutes, and ranks that wait for rank 0 in a collective give up after their own limit: so
+    it happens before there is a process group, in the parent of the ranks or in each launched rank.
+    """
+    if config.balance.kind is BalanceKind.none:
+        return
+    from olmo_rl.planning.search import compile_kernels  # imports compiled kernels
+
+    if not launched_rank(os.environ):
+        print(
+            f"balance={config.balance.kind.value}: compiling the planner's kernels, or loading them from the "
+            "cache",
+            flush=True,
+        )
+    layout = config.model.expert_layout if config.replay else None
+    compile_kernels(config.balance, layout=layout, topology=Topology(config.world_size, config.ep_degree))
 
 
 def _run_launched(entry: Entry | str, config: Config, *, variables: Mapping[str, str]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
@@ -23,17 +22,10 @@ from olmo_rl.run_directory import passed_over
 from olmo_rl.running.callbacks import ContractLog, PackPicture, ProgressDisplay
 from olmo_rl.running.checkpoints import Checkpoints
 from olmo_rl.running.metrics_csv import MetricsCsv
+from olmo_rl.training.lightning_internals import without_signal_handlers
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy, cluster_environment
 from olmo_rl.types import Refusal
-
-
-class NoSignalHandlers(_SignalConnector):
-    """Lightning's handlers would talk to other ranks inside the handler; ours do not (checkpoints.py)."""
-
-    @override
-    def register_signal_handlers(self) -> None:
-        """None."""
 
 
 class WandbRun(WandbLogger):
@@ -132,8 +124,7 @@ def build_trainer(
         enable_model_summary=False,
         default_root_dir=config.run_dir,
     )
-    trainer._signal_connector = NoSignalHandlers(trainer)
-    return trainer
+    return without_signal_handlers(trainer)
 
 
 def plain(value: Any) -> Any:

@@ -18,8 +18,8 @@ from olmo_rl.policy.sharded import FullWeights
 from olmo_rl.running.callbacks import ProgressDisplay
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.step import SUPERVISED
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import SUPERVISED
 
 # What cross-entropy shares with the policy objective.
 _SHAPING_LOSSES = (

@@ -29,8 +29,8 @@ from olmo_rl.policy import sharded
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import CHECKPOINT_PREFIX
 from olmo_rl.run_directory import SCRATCH, checkpoint_fault, finish_checkpoint, resolve_checkpoint
+from olmo_rl.training.scoring import score_pack
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.update import score_pack
 from olmo_rl.types import Refusal, Sample
 
 REFERENCE = "reference"  # directory in the run directory

@@ -1,14 +1,11 @@
-"""The policy as a LightningModule: one `training_step` is one optimizer update over this rank's packs.
-
-Manual optimization: forward and backward pack by pack, losses divided by global counts first, gradients
-synchronised on the last pack, one all-reduce of sums and one of maxima, clip across meshes, step. Refuses to
-step on anything non-finite.
+"""The policy as a LightningModule: its weights, its optimizer, and what of a run's life it keeps. One
+`training_step` is one optimizer step, which step.py does; optimization is manual.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -19,33 +16,26 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from olmo_rl.backends import attention_of, backends_of, linear_of
-from olmo_rl.config import Config, OnNonfinite
-from olmo_rl.data.packs import PackedBatch, RouteMode
+from olmo_rl.config import Config
+from olmo_rl.data.packs import RouteMode, Step
 from olmo_rl.hf_config import is_hf_directory
-from olmo_rl.policy import sharded
 from olmo_rl.policy.compiling import Graph
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import fill, load_weights
 from olmo_rl.policy.kernels import refuse_gpu
 from olmo_rl.policy.logprobs import check_logprobs
-from olmo_rl.training.frozen_reference import (
-    FrozenReference,
-    build_reference,
-    check_fingerprint,
-    check_recorded,
-)
-from olmo_rl.training.scoring import Decision, ScoringSchedule
-from olmo_rl.training.step_checks import nonfinite, refuse_disagreement
-from olmo_rl.training.step_report import UpdateReport
+from olmo_rl.training.frozen_reference import FrozenReference, build_reference, check_fingerprint
+from olmo_rl.training.lightning_internals import forget_logged
+from olmo_rl.training.scoring import ScoringSchedule
+from olmo_rl.training.step import Learner, Objective, StepResult, publish, route_mode, run_step, score_step
+from olmo_rl.training.step_report import metrics_of, warn_of_mismatch
 from olmo_rl.training.stopwatch import Stopwatch
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.training.transfer import moved
-from olmo_rl.training.update import Objective, PackReport, run_pack, score_pack
 
 
 class PolicyModule(LightningModule):
-    """A decoder trained by `objective`. `report` describes the last update, None after a skipped one;
-    `new_graphs` are what it compiled.
+    """A decoder trained by `objective`. `result` is that of the last step, None where nothing could train;
+    `new_graphs` are what it compiled; `finished_step` is the last step that needs no further work.
 
     `publish` is called with the decoder and the policy version before the first update and after every
     update, by all ranks.
@@ -61,12 +51,13 @@ class PolicyModule(LightningModule):
         self.publish: Callable[[HybridDecoder, int], None] | None = None
         self.on_predict: Callable[[Any], None] | None = None
         self.on_pack: Callable[[int, int], None] | None = None
-        self.report: UpdateReport | None = None
+        self.result: StepResult | None = None
+        self.finished_step: Step | None = None
         self.new_graphs: list[Graph] = []
         self.skipped_updates = 0
         self._watch = Stopwatch(torch.device("cpu"))
         self._nonfinite_in_a_row = 0
-        self.schedule = ScoringSchedule(config=config)
+        self.scoring = ScoringSchedule(config=config)
 
     @property
     def policy(self) -> HybridDecoder:
@@ -126,6 +117,7 @@ class PolicyModule(LightningModule):
 
     @override
     def on_train_start(self) -> None:
+        self._watch = Stopwatch(self.device)
         self.publish_weights()
 
     @override
@@ -138,62 +130,76 @@ class PolicyModule(LightningModule):
         self.on_predict(batch)
 
     def publish_weights(self) -> None:
-        """Hand the weights to whoever generates, a collective."""
-        if self.publish is not None:
-            self.publish(self.policy, self.trainer.global_step)
+        """Hand the weights to whoever generates. A collective of all ranks."""
+        publish(self.policy, version=self.trainer.global_step, to=self.publish)
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """An update moves its packs itself, one ahead of the computation."""
-        if self.trainer.training:
-            return batch
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        """A step stays on the host: its packs move one by one, ahead of the computation (transfer.py)."""
+        return batch
 
     @override
-    def training_step(self, batch: PackedBatch, batch_idx: int) -> None:
-        self.report = None
+    def training_step(self, batch: Step, batch_idx: int) -> None:
+        self.result = None
         self.new_graphs = []
-        cast(Any, self.trainer)._results.reset()  # or every row repeats what only earlier updates told
+        forget_logged(self.trainer)
         if not batch.packs:
-            self.skipped_updates += 1  # the contract log tells it; metrics.csv holds updates
-            batch.finished = True
+            self.skipped_updates += 1  # the contract log has it; metrics.csv has updates only
+            self.finished_step = batch
             return
-        started = time.perf_counter()
-        self._watch = Stopwatch(self.device)
-        with self._watch.lap("score"):
-            decision = self._prepare_anchors(batch)
-            references = self._score_reference(batch)
-        reports = self._accumulate_gradients(batch, decision=decision, references=references)
-        report = UpdateReport.of(
-            reports,
-            batch=batch,
-            decision=decision,
-            device=self.device,
-            replica=self.strategy.topology.replica_of(self.strategy.global_rank),
-            sum_over_ranks=self.strategy.sum_over_ranks,
-            max_over_ranks=self.strategy.max_over_ranks,
+        result = run_step(
+            batch,
+            learner=self.learner,
+            update=self.trainer.global_step + 1,
+            skips_in_a_row=self._nonfinite_in_a_row,
         )
-        with self._watch.lap("optimizer"):
-            norm = sharded.clip_grad_norm(self.policy, max_norm=self.config.optim.max_grad_norm)
-        report.grad_norm = float(norm)
-        report.lr = self.trainer.optimizers[0].param_groups[0]["lr"]
-        if self.objective.anchored and self.config.loss.kl_coef > 0:
-            report.reference = "recorded" if self.reference is None else "frozen"
-        if self._may_step(report, reports=reports):
-            with self._watch.lap("optimizer"):
-                self._step()
-        batch.finished = True  # from here on a checkpoint goes on with the next step
-        report.phases = self._watch.seconds()
-        report.seconds = time.perf_counter() - started
-        self.report = report
+        self._watch = Stopwatch(self.device)
+        self._nonfinite_in_a_row = 0 if result.stepped else self._nonfinite_in_a_row + 1
+        self.skipped_updates += not result.stepped
+        self.finished_step, self.result = batch, result
         compiled = self._look_for_graphs()
-        report.warn_of_mismatch(update=self.trainer.global_step)
+        warn_of_mismatch(result, update=self.trainer.global_step)
+        started = time.perf_counter()
         try:
-            report.publish_seconds = self._timed_publish()
+            self.publish_weights()
         finally:  # an update that no engine took happened nevertheless, and its checkpoint has a row
-            if report.stepped:
+            if result.stepped:
                 skipped = {"batch/skipped_updates": float(self.skipped_updates)}
-                self._log(report.metrics() | batch.facts | skipped | compiled)
+                spent = {"time/publish_s": time.perf_counter() - started}
+                self._log(metrics_of(result) | spent | dict(batch.facts) | skipped | compiled)
+
+    @property
+    def learner(self) -> Learner:
+        """What this run's steps use."""
+        return Learner(
+            config=self.config,
+            objective=self.objective,
+            strategy=self.strategy,
+            decoder=self.policy,
+            reference=self.reference,
+            optimizer=self.trainer.optimizers[0],
+            scoring=self.scoring,
+            watch=self._watch,
+            backward=self.manual_backward,
+            apply=self._step_optimizer,
+            on_pack=self.on_pack,
+        )
+
+    def scores_ahead(self, *, steps_in_collection: int) -> bool:
+        """Whether all steps of a collection are scored before the first one trains."""
+        anchored = self.objective.anchored and self.trainer.training
+        return anchored and self.config.scores_separately(steps_in_collection=steps_in_collection)
+
+    def score_step(self, step: Step) -> tuple[Tensor, ...]:
+        """Log-probs [S] of the scored slots of every pack by the present policy, without gradients."""
+        with self._watch.lap("score"):
+            return score_step(step, learner=self.learner)
+
+    def _step_optimizer(self) -> None:
+        optimizer = cast(torch.optim.Optimizer, self.optimizers())
+        optimizer.step()
+        optimizer.zero_grad()
+        cast(torch.optim.lr_scheduler.LRScheduler, self.lr_schedulers()).step()
 
     def _look_for_graphs(self) -> dict[str, float]:
         """Keep what was compiled since the last update; the number of graphs so far as a metric."""
@@ -202,96 +208,9 @@ class PolicyModule(LightningModule):
         self.new_graphs = self.strategy.graphs.new()
         return {"compile/graphs": float(self.strategy.graphs.total)}
 
-    def _prepare_anchors(self, batch: PackedBatch) -> Decision:
-        """Score where this update needs it. With several steps per collection all of them are scored before
-        the first.
-        """
-        if not self.objective.anchored:
-            return Decision.skipped
-        decision = self.schedule.decide(steps_in_collection=batch.steps_in_collection)
-        wanted: Iterable[PackedBatch] = ()
-        if decision is Decision.standalone:
-            # One after another: while this step is scored, the planner works on the next.
-            wanted = (step for step in batch.collection if step.packs)
-        elif decision is Decision.checked:
-            wanted = (batch,)
-        for step in wanted:
-            packs = moved(step.packs, device=self.device)
-            step.anchors = [score_pack(pack, strategy=self.strategy, mode=self.mode) for pack in packs]
-        return decision
-
-    def _score_reference(self, batch: PackedBatch) -> list[Tensor] | None:
-        """Log-probs of the frozen reference for every pack, None where it has no part. Its weights never
-        change, so each step is scored when it trains.
-        """
-        if self.config.loss.kl_coef == 0 or not self.objective.anchored:
-            return None
-        check_recorded(batch.samples, frozen=self.reference is not None)
-        if self.reference is None:
-            return None
-        return self.reference.score(moved(batch.packs, device=self.device), strategy=self.strategy)
-
-    def _accumulate_gradients(
-        self, batch: PackedBatch, *, decision: Decision, references: list[Tensor] | None
-    ) -> list[PackReport]:
-        reports = []
-        count = len(batch.packs)
-        packs = moved(batch.packs, device=self.device, watch=self._watch)
-        for index, pack in enumerate(packs):
-            sharded.set_gradient_sync(self.policy, last=index == count - 1)
-            with self._watch.lap("forward"):
-                report = run_pack(
-                    pack,
-                    strategy=self.strategy,
-                    mode=self.mode,
-                    objective=self.objective,
-                    config=self.config,
-                    batch=batch,
-                    scored=None if batch.anchors is None else batch.anchors[index].to(self.device),
-                    anchor_is_scored=decision is Decision.standalone,
-                    reference=None if references is None else references[index],
-                )
-            with self._watch.lap("backward"):
-                self.manual_backward(report.loss)
-            report.loss = report.loss.detach()
-            reports.append(report)
-            if self.on_pack is not None:
-                self.on_pack(index + 1, count)
-        return reports
-
-    def _may_step(self, report: UpdateReport, *, reports: list[PackReport]) -> bool:
-        """Whether the optimizer may step: agreed by all ranks, since loss and norm are global."""
-        update, gather = self.trainer.global_step + 1, self.strategy.gather_objects
-        if report.finite:
-            self._nonfinite_in_a_row = 0
-            if self.objective.anchored:
-                refuse_disagreement(report, reports=reports, update=update, config=self.config, gather=gather)
-            return True
-        if self.config.loss.on_nonfinite is OnNonfinite.skip:
-            cast(torch.optim.Optimizer, self.optimizers()).zero_grad()
-            report.stepped = False
-            self.skipped_updates += 1
-            self._nonfinite_in_a_row += 1
-            if self._nonfinite_in_a_row <= self.config.batch.max_skips:
-                return False
-        in_a_row = self._nonfinite_in_a_row
-        raise nonfinite(report, reports=reports, update=update, skips_in_a_row=in_a_row, gather=gather)
-
-    def _step(self) -> None:
-        optimizer = cast(torch.optim.Optimizer, self.optimizers())
-        optimizer.step()
-        optimizer.zero_grad()
-        cast(torch.optim.lr_scheduler.LRScheduler, self.lr_schedulers()).step()
-
-    def _timed_publish(self) -> float:
-        started = time.perf_counter()
-        self.publish_weights()
-        return time.perf_counter() - started
-
     @property
     def mode(self) -> RouteMode:
-        """Replayed routes where the objective has them; live routing otherwise."""
-        return RouteMode.replay if self.config.replay and self.objective.replays else RouteMode.live
+        return route_mode(self.config, objective=self.objective)
 
     def _log(self, metrics: dict[str, float]) -> None:
         step = float(self.trainer.global_step)

@@ -11,7 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+from torch import Tensor
+
 from olmo_rl.config import Config
+from olmo_rl.data.packs import Pack, RouteMode
+from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.loss import scored_slots
+from olmo_rl.training.strategy import ExpertParallelStrategy
 
 
 class Decision(Enum):
@@ -40,3 +47,18 @@ class ScoringSchedule:
         if update == 0 or (interval > 0 and update % interval == 0):
             return Decision.checked
         return Decision.skipped
+
+
+def score_pack(
+    pack: Pack,
+    *,
+    strategy: ExpertParallelStrategy,
+    mode: RouteMode,
+    decoder: HybridDecoder | None = None,
+) -> Tensor:
+    """Log-probs [S] of the pack's scored slots by the present policy, or by `decoder`, without gradients."""
+    slots = scored_slots(pack)
+    with torch.no_grad():
+        logprobs = strategy.forward_pack(pack, mode=mode, slots=slots, decoder=decoder).logprobs
+    assert logprobs is not None, "a forward with slots gives log-probs"
+    return logprobs

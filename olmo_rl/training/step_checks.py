@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from olmo_rl.config import Config
+from olmo_rl.training.measures import PackMeasures, StepTotals
 from olmo_rl.training.scoring import Decision
-from olmo_rl.training.step_report import UpdateReport
-from olmo_rl.training.update import PackReport
 from olmo_rl.types import Refusal
 
 Gather = Callable[[object], list[Any]]
@@ -26,15 +25,16 @@ _NAMED = 16  # sample ids in one message
 
 
 def nonfinite(
-    report: UpdateReport,
+    totals: StepTotals,
     *,
-    reports: Sequence[PackReport],
+    norm: float,
+    measures: Sequence[PackMeasures],
     update: int,
     skips_in_a_row: int,
     gather: Gather,
 ) -> Refusal:
     """Why the run ends at an update whose loss or gradient is not finite. A collective of all ranks."""
-    mine = [id for one in reports for id in one.result.suspects]
+    mine = [id for one in measures for id in one.suspects]
     suspects = [id for part in gather(mine) for id in part]
     where = f"samples {_named(suspects)}" if suspects else "the gradient only, every loss was finite"
     advice = (
@@ -44,39 +44,44 @@ def nonfinite(
         else "loss.on_nonfinite=abort ends here, loss.on_nonfinite=skip would count such updates and go on"
     )
     return Refusal(
-        f"update {update}: loss {report.totals['loss/total']}, gradient norm {report.grad_norm}: {where}. "
-        f"Nothing was stepped; {advice}"
+        f"update {update}: loss {totals.loss}, gradient norm {norm}: {where}. Nothing was stepped; {advice}"
     )
 
 
 def refuse_disagreement(
-    report: UpdateReport, *, reports: Sequence[PackReport], update: int, config: Config, gather: Gather
+    totals: StepTotals,
+    *,
+    measures: Sequence[PackMeasures],
+    decision: Decision,
+    update: int,
+    config: Config,
+    gather: Gather,
 ) -> None:
     """End the run where the training forward disagrees with the scoring pass, or the engine with the trainer.
     A collective of all ranks where it does, nothing else where it does not.
     """
     scoring = config.scoring
-    if report.decision is Decision.checked and not report.mean_drift <= scoring.tolerance:
-        worst = _worst(reports, values=[one.drift for one in reports], gather=gather)
+    if decision is Decision.checked and not totals.mean_drift <= scoring.tolerance:
+        worst = _worst(measures, values=[one.drift for one in measures], gather=gather)
         raise Refusal(
-            f"update {update}: training forward and scoring pass differ by {report.mean_drift:.3g} in the "
+            f"update {update}: training forward and scoring pass differ by {totals.mean_drift:.3g} in the "
             f"mean, scoring.tolerance={scoring.tolerance}: nothing was stepped. Most in samples {worst}. Set "
             "scoring.mode=always to train on a separate pass, and report this: both ran the same packs"
         )
-    if scoring.max_behavior_gap is not None and not report.mean_gap <= scoring.max_behavior_gap:
-        worst = _worst(reports, values=[one.gap for one in reports], gather=gather)
+    if scoring.max_behavior_gap is not None and not totals.mean_gap <= scoring.max_behavior_gap:
+        worst = _worst(measures, values=[one.gap for one in measures], gather=gather)
         raise Refusal(
-            f"update {update}: engine agreement: mean |policy - behaviour| {report.mean_gap:.3g} exceeds "
+            f"update {update}: engine agreement: mean |policy - behaviour| {totals.mean_gap:.3g} exceeds "
             f"scoring.max_behavior_gap={scoring.max_behavior_gap}: nothing was stepped. Most in samples "
             f"{worst}. Check that the engine has this run's weights and records log-probs at temperature 1, "
             "or raise the bound"
         )
 
 
-def _worst(reports: Sequence[PackReport], *, values: Sequence[Tensor], gather: Gather) -> str:
+def _worst(measures: Sequence[PackMeasures], *, values: Sequence[Tensor], gather: Gather) -> str:
     """Samples of all ranks by their mean of `values` [S] of each pack, largest first."""
     mine: list[tuple[float, str]] = []
-    for one, value in zip(reports, values, strict=True):
+    for one, value in zip(measures, values, strict=True):
         sums = value.new_zeros(one.slots.num_documents).index_add(0, one.slots.documents, value)
         counts = torch.bincount(one.slots.documents, minlength=one.slots.num_documents)
         means = (sums / counts.clamp(min=1)).tolist()

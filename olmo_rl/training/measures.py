@@ -1,0 +1,239 @@
+"""What the packs of one step did: measures of each pack, and their sums and maxima over packs and ranks.
+
+Every pack gives the same names, so that sums travel as one flat tensor: one all-reduce per step gives every
+global count and mean, a second one the maxima. Means are sums divided once by a global count. Shapes: S
+scored slots of a pack, D its documents, C columns, R replicas, L routed layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from olmo_rl.data.packs import Pack, RouteTrace, Step
+from olmo_rl.planning.schedule import Forecast
+from olmo_rl.policy.loss import LossOutput, ScoredSlots
+from olmo_rl.policy.moe import RouterStatistics, count_assignments
+from olmo_rl.training.strategy import ExpertParallelStrategy
+
+# Upper edges of |policy - behaviour|, ten per decade from 1e-8: a percentile is exact to one edge (x 1.26).
+GAP_EDGES = 91
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackMeasures:
+    """One pack, without its graph. `sums` by metric name; `maxima` float64 [3]: |training forward - scoring
+    pass|, |log ratio|, ratio; `gaps`: the histogram of `gap`. `gap` and `drift` float64 [S]: |policy -
+    behaviour|, |training forward - scoring pass|. `broken` bool [D]: documents with a value that is not
+    finite. `replayed` int64 [L, E]: assignments of recorded rows, None without replay. `sent` int64
+    [destinations, L]: assignments that the dispatcher sent to each destination, where a forecast gives their
+    number.
+    """
+
+    sums: dict[str, Tensor]
+    maxima: Tensor
+    gaps: Tensor
+    gap: Tensor
+    drift: Tensor
+    slots: ScoredSlots
+    broken: Tensor
+    replayed: Tensor | None
+    sent: Tensor | None
+
+    @property
+    def suspects(self) -> list[str]:
+        """Ids of samples with values that are not finite. Waits for the device: ask after the last pack."""
+        return [self.slots.ids[d] for d in self.broken.nonzero().flatten().tolist()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepTotals:
+    """One step over all packs and ranks: global `sums` by name, the 99th percentile of |policy - behaviour|,
+    maxima, the entropy of each routed layer's assignments (none without replay), and the values of
+    `expert_balance`, None without a forecast.
+    """
+
+    sums: dict[str, float]
+    p99_gap: float
+    max_drift: float
+    max_log_ratio: float
+    max_ratio: float
+    expert_entropies: tuple[float, ...]
+    balance: dict[str, Any] | None
+
+    @property
+    def loss(self) -> float:
+        return self.sums["loss/total"]
+
+    @property
+    def mean_drift(self) -> float:
+        return self.sums.get("sum/drift", 0.0) / max(1.0, self.sums["count/scored"])
+
+    @property
+    def mean_gap(self) -> float:
+        return self.sums.get("sum/gap", 0.0) / max(1.0, self.sums["count/scored"])
+
+    @property
+    def overlap(self) -> float:
+        return self.sums["sum/overlap"] / max(1.0, self.sums["count/recorded_rows"])
+
+
+def measure_pack(
+    pack: Pack,
+    *,
+    slots: ScoredSlots,
+    terms: dict[str, Tensor],
+    result: LossOutput,
+    logprobs: Tensor,
+    scores: Tensor | None,
+    compared: bool,
+    router: RouterStatistics | None,
+    trace: RouteTrace,
+    num_experts: int,
+    forecast: Forecast | None,
+) -> PackMeasures:
+    """Measures of one pack. `terms`: its loss terms; `logprobs` [S], without a graph; `scores` [S]: of a
+    scoring pass; `compared`: whether the policy that wrote the samples has log-probs to compare with;
+    `router`: under replay.
+    """
+    gap = (logprobs - pack["behavior_logprobs"][slots.slots]).abs().double()
+    drift = torch.zeros_like(gap) if scores is None else (logprobs - scores).abs().double()
+    sums = terms | {
+        "count/tokens": torch.tensor(float(pack.real_tokens)),
+        "count/padded_tokens": torch.tensor(float(len(pack))),
+        "count/scored": torch.tensor(float(len(slots.slots))),
+        "count/packs": torch.tensor(1.0),
+    }
+    sums |= _replay_sums(pack, trace=trace, num_experts=num_experts)
+    if compared:
+        sums |= {"sum/gap": gap.sum(), "sum/drift": drift.sum()}
+    largest = (torch.cat([drift, drift.new_zeros(1)]).max(), result.max_log_ratio, result.max_ratio)
+    return PackMeasures(
+        sums=sums,
+        maxima=torch.stack([value.double() for value in largest]),
+        gaps=_histogram(gap),
+        gap=gap,
+        drift=drift,
+        slots=slots,
+        broken=result.broken,
+        replayed=None if router is None else router.dispatched.sum(1),
+        sent=None if forecast is None else _sent(trace, forecast=forecast),
+    )
+
+
+def add_up(measures: Sequence[PackMeasures], *, step: Step, strategy: ExpertParallelStrategy) -> StepTotals:
+    """Add up this rank's packs, then the two all-reduces."""
+    device = strategy.root_device
+    names = sorted(measures[0].sums)
+    flat = torch.stack(
+        [torch.stack([one.sums[name].double().to(device) for name in names]) for one in measures]
+    ).sum(0)
+    gaps = torch.stack([one.gaps for one in measures]).sum(0)
+    replayed = _replayed(measures).to(device)
+    replica = strategy.topology.replica_of(strategy.global_rank)
+    loads = _observed(measures, forecast=step.forecast, replica=replica).to(device)
+    sums = strategy.sum_over_ranks(torch.cat([flat, gaps, replayed.flatten(), loads.flatten()]))
+    totals, counts, assignments, observed = sums.split(
+        [len(flat), len(gaps), replayed.numel(), loads.numel()]
+    )
+    balance = None
+    if step.forecast is not None:
+        balance = step.forecast.compare(observed.long().reshape(loads.shape).cpu().numpy())
+    maxima = strategy.max_over_ranks(torch.stack([one.maxima for one in measures]).amax(0)).tolist()
+    return StepTotals(
+        sums=dict(zip(names, totals.tolist(), strict=True)),
+        p99_gap=_percentile(counts.tolist(), share=0.99),
+        max_drift=maxima[0],
+        max_log_ratio=maxima[1],
+        max_ratio=maxima[2],
+        expert_entropies=tuple(
+            expert_entropy(layer) for layer in assignments.reshape(replayed.shape).tolist()
+        ),
+        balance=balance,
+    )
+
+
+def expert_entropy(assignments: list[float]) -> float:
+    """How evenly one layer's assignments fall on its experts: their entropy over that of an even spread, from
+    0 (one expert takes all) to 1; 0 where there is nothing to spread.
+    """
+    total = sum(assignments)
+    if total == 0 or len(assignments) < 2:
+        return 0.0
+    shares = [count / total for count in assignments if count > 0]
+    return abs(sum(share * math.log(share) for share in shares)) / math.log(len(assignments))
+
+
+def _sent(trace: RouteTrace, *, forecast: Forecast) -> Tensor:
+    """int64 [E, L]: this pack's assignments by destination; experts lie in contiguous blocks."""
+    ep_degree = forecast.loads.shape[2]
+    counts = torch.stack([trace.counts[layer] for layer in forecast.layers])
+    return counts.reshape(len(counts), ep_degree, -1).sum(-1).T
+
+
+def _replay_sums(pack: Pack, *, trace: RouteTrace, num_experts: int) -> dict[str, Tensor]:
+    """Real rows replayed, (layer, expert) counts that differ from the recorded routes, overlap with live
+    top-k.
+    """
+    rows = recorded_rows = mismatches = overlap = torch.zeros(())
+    if pack.routes is not None and trace.overlap:
+        rows = torch.tensor(float(pack.real_tokens * len(pack.routed_layers)))
+        recorded = [
+            count_assignments(pack.routes[:, i], num_experts=num_experts)
+            for i in range(len(pack.routed_layers))
+        ]
+        differs = [
+            trace.counts[layer] != counts for layer, counts in zip(pack.routed_layers, recorded, strict=True)
+        ]
+        mismatches = torch.stack(differs).sum()
+        overlap = torch.stack([trace.overlap[layer] for layer in pack.routed_layers]).sum()
+        # Every document ends in a synthetic row, which no engine chose.
+        recorded_rows = torch.tensor(float((pack.real_tokens - len(pack.ids)) * len(pack.routed_layers)))
+    return {
+        "replay/rows": rows,
+        "replay/mismatches": mismatches,
+        "sum/overlap": overlap,
+        "count/recorded_rows": recorded_rows,
+    }
+
+
+def _histogram(gaps: Tensor) -> Tensor:
+    """Counts of |policy - behaviour| over logarithmic edges: sums over packs and ranks, unlike a
+    percentile.
+    """
+    edges = torch.logspace(-8, 1, GAP_EDGES, dtype=gaps.dtype, device=gaps.device)
+    counts = torch.zeros(GAP_EDGES + 1, dtype=torch.float64, device=gaps.device)
+    return counts.index_add_(0, torch.bucketize(gaps, edges), torch.ones_like(gaps, dtype=torch.float64))
+
+
+def _replayed(measures: Sequence[PackMeasures]) -> Tensor:
+    """float64 [L, E]: assignments of this rank's recorded rows; [0, 0] without replay."""
+    parts = [one.replayed for one in measures if one.replayed is not None]
+    return torch.stack(parts).sum(0).double() if parts else torch.zeros(0, 0, dtype=torch.float64)
+
+
+def _observed(measures: Sequence[PackMeasures], *, forecast: Forecast | None, replica: int) -> Tensor:
+    """float64 [C, R, E, L]: this rank's share of what every destination receives; sums stay exact."""
+    if forecast is None:
+        return torch.zeros(0, dtype=torch.float64)
+    observed = torch.zeros(forecast.loads.shape, dtype=torch.float64)
+    for column, one in enumerate(measures):
+        assert one.sent is not None, "a forecast makes every pack count"
+        observed[column, replica] = one.sent.double().cpu()
+    return observed
+
+
+def _percentile(counts: list[float], *, share: float) -> float:
+    """Upper edge of the bin that holds the given share of values; 0 where there are none."""
+    edges = [*torch.logspace(-8, 1, GAP_EDGES, dtype=torch.float64).tolist(), float("inf")]
+    wanted, seen = share * sum(counts), 0.0
+    for edge, count in zip(edges, counts, strict=True):
+        seen += count
+        if count > 0 and seen >= wanted:
+            return edge
+    return 0.0
