@@ -249,12 +249,3 @@ def test_a_route_corrupted_after_planning_is_reported_by_name(ranks: list[Found]
         # The replay event compares with what is replayed, so it sees nothing: planning knew better.
         assert len(found["corrupted"]["warnings"]) == (rank == 0)
     assert "update 2: 2 expert loads differ from the plan" in ranks[0]["corrupted"]["warnings"][0]
-
-
-def test_kernels_are_warmed_up_with_one_line_on_rank_zero(ranks: list[Found]) -> None:
-    # A line for every run that anneals: one is refused, one scores, one is corrupted, three start twice, two
-    # are exact. Greedy and the reference search say so too, none says nothing.
-    said = ranks[0]["stdout"].splitlines()
-    lines = [line for line in said if "compiling the planner's kernels" in line]
-    assert len([line for line in lines if line.startswith("balance=anneal: ")]) == 16
-    assert len([line for line in lines if line.startswith("balance=none")]) == 0

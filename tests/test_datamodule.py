@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
 from oracle import group_advantages
+from torch import Tensor
 from training_cases import SHAPES, Run, config_of, fit, masked, samples_of, write_files
+from typing_extensions import override
 
 from olmo_rl.collections.collecting import Drawn, cut
 from olmo_rl.collections.load_counting import LoadCounter
@@ -348,3 +354,33 @@ def test_a_masked_sample_in_a_file_is_not_judged_but_counts_in_its_group(tmp_pat
     expected = group_advantages([1.0, 0.0, 0.5, 0.0], ["a"] * 4, normalize=True)
     assert [s.advantage for s in trained(run).values()] == pytest.approx(expected)
     assert run.events("optimizer")[0]["global_responses"] == 3
+
+
+class Alive(Callback):
+    """The collections of which a pack still lives, after each update. Nobody collects cycles meanwhile."""
+
+    def __init__(self) -> None:
+        self.found: list[set[str]] = []
+        self._tokens: list[tuple[str, weakref.ref[Tensor]]] = []
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._tokens += [(batch.source, weakref.ref(pack["tokens"])) for pack in batch.packs]
+        self.found.append({source for source, tokens in self._tokens if tokens() is not None})
+
+
+def test_a_collection_that_was_trained_does_not_outlive_the_next(tmp_path: Path) -> None:
+    write_files(tmp_path, [samples_of() for _ in range(6)])
+    alive = Alive()
+    gc.disable()
+    try:
+        config = config_of(
+            tmp_path, batch=BatchConfig(samples_per_step=4), trainer=TrainerConfig(max_steps=12)
+        )
+        fit(config, callbacks=[alive], keeps_batches=False)
+    finally:
+        gc.enable()
+    assert len(alive.found) == 12
+    assert max(len(sources) for sources in alive.found) <= 2

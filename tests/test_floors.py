@@ -143,6 +143,18 @@ def test_only_titan_imports_torchtitan() -> None:
     assert importers_of("torchtitan") == {"olmo_rl.policy.titan"}
 
 
+def test_private_members_of_lightnings_trainer_are_used_in_one_file() -> None:
+    trainers = ("trainer", "self.trainer", "cast(Any, trainer)", "cast(Any, self.trainer)")
+    users = {
+        name
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        if ast.unparse(node.value) in trainers
+    }
+    assert users == {"olmo_rl.training.lightning_internals"}
+
+
 def test_mixers_and_loss_run_without_lightning_hydra_and_torchtitan() -> None:
     for module in ("attention", "kda", "loss", "logprobs"):
         name = f"olmo_rl.policy.{module}"

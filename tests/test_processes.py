@@ -479,3 +479,34 @@ def test_the_cores_of_a_node_are_shared_out_over_its_ranks() -> None:
     cores = len(os.sched_getaffinity(0))
     assert threads_per_rank(1) == cores
     assert threads_per_rank(2 * cores) == 1
+
+
+def note_kernels(config: Config) -> None:
+    """The compiled kernels on disk when this rank starts, by name."""
+    kernels = sorted(path.name for path in Path(os.environ["NUMBA_CACHE_DIR"]).rglob("*.nbc"))
+    Path(config.run_dir, f"kernels-rank{rank()}").write_text("\n".join(kernels))
+
+
+def test_the_planners_kernels_are_compiled_before_there_is_a_rank_that_could_wait(tmp_path: Path) -> None:
+    code = f"""
+        import sys
+        sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+        from dataclasses import replace
+        import test_processes as t
+        from olmo_rl.config import BalanceConfig, BalanceKind
+        anneal = BalanceConfig(kind=BalanceKind.anneal)
+        t.run_ranks(t.note_kernels, replace(t.world(2, directory={str(tmp_path)!r}), balance=anneal))
+        """
+    environ = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [(tmp_path / f"kernels-rank{number}").read_text().splitlines() for number in range(2)]
+    assert found[0] == found[1]
+    assert found[0], "the search's kernels are there before a rank asks for them"
+    assert done.stdout.count("balance=anneal: compiling the planner's kernels") == 1

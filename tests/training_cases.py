@@ -155,6 +155,7 @@ class Recorder(Callback):
     """
 
     double: bool = False
+    keeps_batches: bool = True
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     batches: list[Step] = field(default_factory=list)
@@ -176,7 +177,8 @@ class Recorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Step, batch_idx: int
     ) -> None:
-        self.batches.append(batch)
+        if self.keeps_batches:
+            self.batches.append(batch)
         self.ids.append([sample.id for sample in batch.samples])
         self.steps.append(trainer.global_step)
 
@@ -219,6 +221,7 @@ def fit(
     config: Config,
     *,
     double: bool = False,
+    keeps_batches: bool = True,
     callbacks: Sequence[Callback] = (),
     prepare: Callable[[PolicyModule], None] | None = None,
 ) -> Run:
@@ -231,7 +234,7 @@ def fit(
         if prepare is not None:
             prepare(module)
         data = RolloutDataModule(config, source=_source(config, module=module, strategy=strategy))
-        recorder, checkpoints = Recorder(double=double), Checkpoints(config)
+        recorder, checkpoints = Recorder(double=double, keeps_batches=keeps_batches), Checkpoints(config)
         trainer = build_trainer(
             config,
             strategy=strategy,
