@@ -17,9 +17,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from olmo_rl.cli import compose
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
+from olmo_rl.library import compose
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import Collection, ExpertLayout, Sample
 
@@ -117,7 +117,7 @@ def measure(config: Config) -> dict[str, float]:
 
 def train_quietly(config: Config) -> None:
     """One arm, without its closing table."""
-    from olmo_rl.cli import run_recipe
+    from olmo_rl.library import run_recipe
 
     Path(config.run_dir).mkdir(parents=True)
     with open(Path(config.run_dir) / "out", "w") as out:

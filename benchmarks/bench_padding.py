@@ -138,7 +138,7 @@ def sample_of(id: str, *, length: int, routes: NDArray[np.integer]) -> Sample:
 
 def tiny_case(count: int, *, budget: int = 512) -> tuple[Case, Iterator[Padless]]:
     """The model of `+experiment=packed_moe` over two ranks, asked for its routes at initial weights."""
-    from olmo_rl.cli import compose
+    from olmo_rl.library import compose
 
     config = compose(["+experiment=packed_moe"], run_dir="")
     layout = config.model.expert_layout

@@ -23,9 +23,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from olmo_rl.cli import compose
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
+from olmo_rl.library import compose
 from olmo_rl.planning.flops import training_flops
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import Collection, ExpertLayout, Sample

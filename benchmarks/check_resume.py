@@ -336,7 +336,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
 
 def run_once() -> None:
     """A process of its own: compose the run that the argument describes, then start its ranks."""
-    from olmo_rl.cli import clear, compose
+    from olmo_rl.library import clear, compose
     from olmo_rl.running.ranks import run_ranks
 
     job = json.loads(sys.argv[1])

@@ -1,17 +1,14 @@
-"""The command line: compose the configuration, type it, refuse it, or run its recipe.
+"""The command line: compose the configuration, check it, run its recipe.
 
-Exit codes: 0 done; 1 a fault of ours, or an override that Hydra refuses; 2 refused by us; 75 interrupted, can
-be resumed; 128 + n ended by signal n with nothing to resume. In a sweep a job that is refused or fails ends
-itself only; the sweep then ends with 2 if all failures are refusals, else 1. Hydra stays in here and in
-overrides.py: recipes get a typed `Config`. Nothing imports torch before the recipe does, and only ranks
-import Lightning.
+Exit codes are those of manual.py. In a sweep, a job that is refused or fails ends itself only; the sweep then
+ends with 2 if all failures are refusals, else with 1. Only this module, library.py and overrides.py use
+Hydra: recipes get a typed `Config`. Nothing imports torch before the recipe does, and only ranks import
+Lightning.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -20,12 +17,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from olmo_rl.config import RECIPES, Config, Recipe, register
+from olmo_rl.config import Config, Recipe, register
+from olmo_rl.library import prepare, run_recipe, typed_config
 from olmo_rl.manual import manual
 from olmo_rl.overrides import conf_directory, explain_typos, group_choices, keep_text, texts_of
-from olmo_rl.refusals import refusals
-from olmo_rl.refusals.runs import RUN_NAME, run_files
+from olmo_rl.refusals.runs import RUN_NAME
 from olmo_rl.run_directory import EXIT_INTERRUPTED, complete_checkpoints
+from olmo_rl.running.launchers import launched_rank, launched_world
 from olmo_rl.types import Interrupted, RankFailed, Refusal
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     register()
     jobs = Jobs(parent=os.getpid())
     typed = keep_text(arguments)
-    if launched_rank() > 0:  # one rank writes the run directory's records, the others would write them again
+    if _rank() > 0:  # one rank writes the run directory's records, the others would write them again
         typed += ["hydra.output_subdir=null", "hydra/job_logging=none"]
     entry = hydra.main(config_path=str(conf_directory()), config_name="train", version_base="1.3")(jobs.run)
     full_trace = os.environ.get("HYDRA_FULL_ERROR")
@@ -98,16 +96,6 @@ def run(arguments: Sequence[str]) -> int:
         else:
             os.environ["HYDRA_FULL_ERROR"] = full_trace
     return jobs.exit_code()
-
-
-def launched_rank() -> int:
-    """This process's rank where torchrun or srun started it, else 0."""
-    return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
-
-
-def launched_world() -> int:
-    """The ranks that torchrun or srun started, else 1."""
-    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -147,7 +135,7 @@ def attempt(job: Callable[[], None], *, name: str) -> int:
     try:
         job()
     except Refusal as refusal:
-        if launched_rank() == 0:
+        if _rank() == 0:
             count = f"{len(refusal.reasons)} reasons" if len(refusal.reasons) > 1 else "one reason"
             _say([f"{name}refused, {count}:", *(f"  {reason}" for reason in refusal.reasons)])
         return REFUSED
@@ -171,44 +159,22 @@ def execute(values: DictConfig, *, parent: int) -> None:
     from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    if hydra.mode is RunMode.MULTIRUN and launched_world() > 1 and os.getpid() == parent:
+    world = launched_world(os.environ)
+    if hydra.mode is RunMode.MULTIRUN and world > 1 and os.getpid() == parent:
         raise Refusal(
-            f"a sweep under a launcher of {launched_world()} ranks: start it without torchrun or srun, it "
+            f"a sweep under a launcher of {world} ranks: start it without torchrun or srun, it "
             "starts the ranks of each job itself, or choose hydra/launcher=submitit_slurm"
         )
     config = typed_config(values, run_dir=hydra.runtime.output_dir)
-    if config.recipe is not Recipe.validate:  # which refuses what it reads in the same breath
-        # Rank 0 looks at the run directory: it may be writing there when another rank gets here.
-        reasons = refusals(config if launched_rank() == 0 else replace(config, run_dir=""))
-        if reasons:
-            raise Refusal(reasons)
-    if config.overwrite and launched_rank() == 0:
-        clear(config)
+    prepare(config)
     try:
         run_recipe(config)
     except Interrupted as end:
         raise SystemExit(_after_signal(config, code=cast(int, end.code))) from None
     except Refusal as refusal:
-        if launched_rank() > 0:  # it may be this rank's alone, of its share of the requests
-            _say([f"rank {launched_rank()} refused:", *(f"  {reason}" for reason in refusal.reasons)])
+        if _rank() > 0:  # it may be this rank's alone, of its share of the requests
+            _say([f"rank {_rank()} refused:", *(f"  {reason}" for reason in refusal.reasons)])
         raise
-
-
-def run_recipe(config: Config) -> None:
-    """The recipe of a typed configuration: on the ranks of this job, or here where it needs none."""
-    recipe = RECIPES[config.recipe]
-    if not recipe.ranks:
-        module, _, function = recipe.entry.partition(":")
-        getattr(importlib.import_module(module), function)(config)
-        return
-    from olmo_rl.data.preflight import refuse_files, refuse_supervised
-    from olmo_rl.running.ranks import run_ranks
-
-    if config.recipe is Recipe.train:
-        refuse_files(config)
-    elif config.recipe is Recipe.sft:
-        refuse_supervised(config)
-    run_ranks(recipe.entry, config)
 
 
 def _after_signal(config: Config, *, code: int) -> int:
@@ -221,44 +187,9 @@ def _after_signal(config: Config, *, code: int) -> int:
     if config.recipe is Recipe.rollout:
         whole = len(list(Path(config.run_dir).glob("rollouts/collection-*.parquet")))
         rest = f"{whole} collections are written, each whole"
-    if launched_rank() == 0:
+    if _rank() == 0:
         _say([f"{config.run_name}: ended by {name}; {rest}"])
     return EXIT_INTERRUPTED if saved else code
-
-
-def typed_config(values: DictConfig, *, run_dir: str) -> Config:
-    """Plain dataclasses from Hydra's container; the run directory filled in."""
-    from omegaconf import OmegaConf
-
-    config = cast(Config, OmegaConf.to_object(values))
-    if config.run_dir:
-        raise Refusal(f"run_dir={config.run_dir}: it follows from the run's name; set run_name")
-    return replace(config, run_dir=run_dir)
-
-
-def compose(overrides: Sequence[str], *, run_dir: str) -> Config:
-    """What `python train.py <overrides>` would run, for programs: composed, typed, refused where it must
-    be.
-    """
-    from hydra import compose as compose_values
-    from hydra import initialize_config_dir
-
-    register()
-    with initialize_config_dir(config_dir=str(conf_directory()), version_base="1.3"):
-        values = compose_values("train", overrides=keep_text(overrides))
-    config = typed_config(values, run_dir=run_dir)
-    if reasons := refusals(config):
-        raise Refusal(reasons)
-    return config
-
-
-def clear(config: Config) -> None:
-    """Remove what an earlier run of this recipe left in the run directory."""
-    for path in run_files(config):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def _stray_run_names(overrides: Sequence[str]) -> list[str]:
@@ -283,6 +214,11 @@ def _explain(error: Exception, *, typos: Sequence[str]) -> None:
         texts = [str(part) for part in parts if part is not None]
         lines = [line for text in texts for line in text.splitlines() if line.strip()]
     _say(lines)
+
+
+def _rank() -> int:
+    """This process's rank where a launcher started it, else 0."""
+    return launched_rank(os.environ) or 0
 
 
 def _say(lines: Sequence[str]) -> None:

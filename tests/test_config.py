@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from olmo_rl import config as schema
-from olmo_rl.cli import Jobs, attempt, clear
+from olmo_rl.cli import Jobs, attempt
 from olmo_rl.config import (
     RECIPES,
     Config,
@@ -28,6 +28,7 @@ from olmo_rl.config import (
     StrategyConfig,
 )
 from olmo_rl.keys import Choice
+from olmo_rl.library import clear
 from olmo_rl.manual import EXIT_CODES, WIDTH, manual
 from olmo_rl.overrides import SET_BY_USERS, explain_typos, keep_text
 from olmo_rl.reference import pages

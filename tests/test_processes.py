@@ -15,7 +15,7 @@ from typing import NoReturn
 import pytest
 
 from olmo_rl.config import Config, TrainerConfig
-from olmo_rl.running.launchers import launched_rank, rank_variables
+from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
 from olmo_rl.running.rank_process import threads_per_rank
 from olmo_rl.running.ranks import run_ranks
 from olmo_rl.training.strategy import cluster_environment
@@ -422,6 +422,7 @@ SRUN = {
 def test_a_process_without_a_launcher_is_no_rank() -> None:
     assert rank_variables({}, config=world(2)) is None
     assert launched_rank({}) is None
+    assert launched_world({}) == 1
     batch_script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
     interactive = {**SRUN, "SLURM_PTY_PORT": "5000"}
     for environ in (batch_script, interactive):
@@ -432,10 +433,12 @@ def test_a_process_without_a_launcher_is_no_rank() -> None:
 def test_a_rank_of_torchrun_keeps_its_environment() -> None:
     assert rank_variables(TORCHRUN, config=world(2)) == {}
     assert launched_rank(TORCHRUN) == 1
+    assert launched_world(TORCHRUN) == 2
 
 
 def test_a_rank_of_srun_gets_the_variables_that_torchrun_would_set() -> None:
     assert launched_rank(SRUN) == 3
+    assert launched_world(SRUN) == 4
     assert rank_variables(SRUN, config=world(2, nodes=2)) == {
         "RANK": "3",
         "WORLD_SIZE": "4",

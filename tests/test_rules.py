@@ -98,6 +98,7 @@ EXAMPLES = {
     "no such file or directory": "loss.kl_coef=0.01 loss.reference=/nowhere",
     "a directory without config.json, and": "init_from={run}",
     "a warm start belongs to": "recipe=sft warm_start.steps=5",
+    "an entry without _target_, or": "callbacks.extra=[{_target_:nowhere.Callback}]",
     "rollouts to import are not": "recipe=import",
     "weights to export are not": "recipe=export",
     "it exists already, and an": "recipe=export init_from={run} export.path={run}",

@@ -16,7 +16,6 @@ from training_cases import config_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from olmo_rl.cli import run as run_command
-from olmo_rl.cli import run_recipe
 from olmo_rl.config import (
     BatchConfig,
     Config,
@@ -29,6 +28,7 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.gguf import require
 from olmo_rl.data.tokenizers import load_tokenizer
+from olmo_rl.library import run_recipe
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import load_weights
 from olmo_rl.policy.upcycling import (

@@ -362,6 +362,7 @@ def test_a_rank_of_a_launcher_is_silent_and_writes_no_records(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert run_command(["+experiment=packed_moe", *TRIO]) == 2
     assert capsys.readouterr().err == ""
     assert left_behind(here) == set()

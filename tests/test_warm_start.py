@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from training_cases import LAYOUT, MODEL, config_of, fit, identical, masked, samples_of, write_files
 
-from olmo_rl.cli import run_recipe
 from olmo_rl.config import (
     BatchConfig,
     BlockNorms,
@@ -33,6 +32,7 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
+from olmo_rl.library import run_recipe
 from olmo_rl.policy.hf_export import export_hf
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import load_weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from olmo_rl.backends import importable
 from olmo_rl.config import Config, Recipe, TaskKind
 from olmo_rl.hf_config import is_hf_directory
 from olmo_rl.refusals.rule import Rule, value_of
@@ -49,6 +50,13 @@ def _holds_no_weights(path: str | None) -> bool:
     if path is None or not Path(path).is_dir() or is_hf_directory(path):
         return False
     return checkpoint_fault(path) is not None
+
+
+def _importable(entry: object) -> bool:
+    """Whether an entry names a class in a module that is installed."""
+    target = entry.get("_target_") if isinstance(entry, dict) else None
+    module, _, name = str(target).rpartition(".")
+    return isinstance(target, str) and bool(module and name) and importable(module)
 
 
 def _is_cleared(config: Config, weights: str | None) -> bool:
@@ -171,6 +179,12 @@ RUN = (
         refuses="a directory without config.json, and no whole checkpoint (read from disk)",
         fix="give outputs/<run>/checkpoints/step-<n>, a .safetensors file, or a Hugging Face directory",
         select=lambda c, key: _holds_no_weights(value_of(c, key)),
+    ),
+    Rule(
+        keys="callbacks.extra logger.extra",
+        refuses="an entry without _target_, or whose module is not installed",
+        fix="give import paths of classes: [{_target_: package.module.Class}]",
+        select=lambda c, key: not all(map(_importable, value_of(c, key))),
     ),
     Rule(
         keys="warm_start.steps recipe",

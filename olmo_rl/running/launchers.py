@@ -19,6 +19,13 @@ def launched_rank(environ: Mapping[str, str]) -> int | None:
     return int(environ["SLURM_PROCID"]) if _by_srun(environ) else None
 
 
+def launched_world(environ: Mapping[str, str]) -> int:
+    """The ranks of a launcher's world; 1 where no launcher started this process."""
+    if _by_torchrun(environ):
+        return int(environ["WORLD_SIZE"])
+    return int(environ["SLURM_NTASKS"]) if _by_srun(environ) else 1
+
+
 def rank_variables(environ: Mapping[str, str], *, config: Config) -> dict[str, str] | None:
     """torchrun's variables for the rank that a launcher made of this process; None where no launcher did.
 

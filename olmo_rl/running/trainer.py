@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -61,6 +63,7 @@ def fit(
         callbacks.append(PackPicture(config))
     if config.callbacks.progress:
         callbacks.append(ProgressDisplay(label="updates", total=config.trainer.max_steps))
+    callbacks += build_extra(config.callbacks.extra, Callback, key="callbacks.extra")
     callbacks.append(checkpoints)
     trainer = build_trainer(
         config,
@@ -91,7 +94,25 @@ def build_loggers(config: Config) -> list[Logger]:
                 config=plain(asdict(config)),
             )
         )
-    return loggers
+    return loggers + build_extra(config.logger.extra, Logger, key="logger.extra")
+
+
+def build_extra(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[Any]:
+    """The user's own callbacks or loggers, each `{_target_: package.Class, argument: value}`. Raises Refusal
+    for a class that cannot be made, or that is no `kind`.
+    """
+    made = []
+    for number, entry in enumerate(entries):
+        where = f"{key}[{number}]._target_={entry['_target_']}"
+        try:
+            one = instantiate(entry)
+        except InstantiationException as error:
+            reason = str(error.__cause__ or error).splitlines()[0]
+            raise Refusal(f"{where}: {reason}: correct the path or the arguments") from error
+        if not isinstance(one, kind):
+            raise Refusal(f"{where}: {type(one).__name__} is no Lightning {kind.__name__}: name a subclass")
+        made.append(one)
+    return made
 
 
 def build_trainer(

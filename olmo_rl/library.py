@@ -1,0 +1,112 @@
+"""olmo_rl from Python: compose a configuration, run its recipe.
+
+    import olmo_rl
+
+    if __name__ == "__main__":  # several devices start processes, which import this file
+        olmo_rl.train(olmo_rl.compose(["+experiment=packed_moe", "run_name=mine"]))
+
+Nothing here imports torch: a recipe does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from olmo_rl.config import RECIPES, Config, Recipe, register
+from olmo_rl.overrides import conf_directory, keep_text
+from olmo_rl.refusals import refusals
+from olmo_rl.refusals.runs import run_files
+from olmo_rl.running.launchers import launched_rank
+from olmo_rl.types import Refusal
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def compose(overrides: Sequence[str] = (), *, run_dir: str | Path | None = None) -> Config:
+    """The configuration that `python train.py <overrides>` would run; `run_dir` None = outputs/<run_name>.
+
+    Raises Refusal with every reason where the configuration is invalid; `run` checks the run directory.
+    """
+    from hydra import compose as compose_values
+    from hydra import initialize_config_dir
+
+    register()
+    with initialize_config_dir(config_dir=str(conf_directory()), version_base="1.3"):
+        values = compose_values("train", overrides=keep_text(overrides))
+    config = typed_config(values, run_dir="")
+    if reasons := refusals(config):
+        raise Refusal(reasons)
+    return replace(config, run_dir=str(Path("outputs") / config.run_name if run_dir is None else run_dir))
+
+
+def train(config: Config) -> None:
+    """Train to the end: `run` for the recipes train and sft. Raises Refusal for another recipe."""
+    if config.recipe not in (Recipe.train, Recipe.sft):
+        raise Refusal(f"recipe={config.recipe.value}: nothing is trained; use olmo_rl.run")
+    run(config)
+
+
+def run(config: Config) -> None:
+    """Run the recipe of a configuration, on all ranks of this job.
+
+    Raises Refusal with every reason where the configuration, the run directory or the data are invalid,
+    SystemExit(75) where a signal ended training after a checkpoint, Interrupted where nothing was saved, and
+    RankFailed with the traceback of a rank that failed in another process.
+    """
+    prepare(config)
+    run_recipe(config)
+
+
+def prepare(config: Config) -> None:
+    """Refuse an invalid configuration; with overwrite=true, clear the run directory."""
+    first = not launched_rank(os.environ)
+    if config.recipe is not Recipe.validate:  # it reports these reasons together with those of the data
+        # Only rank 0 looks at the run directory: it may be writing there when another rank gets here.
+        reasons = refusals(config if first else replace(config, run_dir=""))
+        if reasons:
+            raise Refusal(reasons)
+    if config.overwrite and first:
+        clear(config)
+
+
+def run_recipe(config: Config) -> None:
+    """The recipe of a valid configuration: on the ranks of this job, or here where it needs none."""
+    recipe = RECIPES[config.recipe]
+    if not recipe.ranks:
+        module, _, function = recipe.entry.partition(":")
+        getattr(importlib.import_module(module), function)(config)
+        return
+    from olmo_rl.data.preflight import refuse_files, refuse_supervised
+    from olmo_rl.running.ranks import run_ranks
+
+    if config.recipe is Recipe.train:
+        refuse_files(config)
+    elif config.recipe is Recipe.sft:
+        refuse_supervised(config)
+    run_ranks(recipe.entry, config)
+
+
+def typed_config(values: DictConfig, *, run_dir: str) -> Config:
+    """Plain dataclasses from Hydra's container, with the run directory."""
+    from omegaconf import OmegaConf
+
+    config = cast(Config, OmegaConf.to_object(values))
+    if config.run_dir:
+        raise Refusal(f"run_dir={config.run_dir}: it follows from the run's name; set run_name")
+    return replace(config, run_dir=run_dir)
+
+
+def clear(config: Config) -> None:
+    """Remove the files of an earlier run of this recipe from the run directory."""
+    for path in run_files(config):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
