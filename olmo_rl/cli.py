@@ -37,14 +37,14 @@ def main() -> None:
     """`python train.py` and `olmo-rl`."""
     try:
         code = run(sys.argv[1:])
-    except KeyboardInterrupt:  # before the job could hold it
+    except KeyboardInterrupt:  # before the job handled signals itself
         _say(["ended by SIGINT before anything started"])
         code = SIGNALLED + signal.SIGINT
     sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the job, or the jobs of a sweep, that the arguments ask for; the exit code."""
+    """Run the job, or the jobs of a sweep, that the arguments describe; return the exit code."""
     import hydra
     from hydra._internal.utils import get_args_parser
     from hydra.errors import HydraException
@@ -70,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     register()
     jobs = Jobs(parent=os.getpid())
     typed = keep_text(arguments)
-    if _rank() > 0:  # one rank writes the run directory's records, the others would write them again
+    if _rank() > 0:  # only rank 0 writes the records of the run directory
         typed += ["hydra.output_subdir=null", "hydra/job_logging=none"]
     entry = hydra.main(config_path=str(conf_directory()), config_name="train", version_base="1.3")(jobs.run)
     full_trace = os.environ.get("HYDRA_FULL_ERROR")
@@ -84,8 +84,8 @@ def run(arguments: Sequence[str]) -> int:
             raise
         _explain(error, typos=explain_typos(flags.overrides, groups=groups))
         return FAILED
-    except OSError as error:  # of Hydra, which makes the run directory: a job's own are told by `attempt`
-        _say([f"refused: the run directory cannot be written: {error}: choose another run_name, or mend it"])
+    except OSError as error:  # of Hydra, which makes the run directory; `attempt` reports those of a job
+        _say([f"refused: the run directory cannot be written: {error}: choose another run_name"])
         return REFUSED
     except SystemExit as end:
         return cast(int, end.code or 0)
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class Jobs:
-    """The jobs of this command: what Hydra calls for each, and how each ended.
+    """The jobs of this command, which Hydra calls one by one, and their exit codes.
 
     A launcher may run jobs in other processes; there a failure ends the process, so that a scheduler sees it.
     """
@@ -120,7 +120,7 @@ class Jobs:
             raise SystemExit(code)
 
     def exit_code(self) -> int:
-        """That of all failures where they agree, else 1; a sweep says how many there were."""
+        """The code of all failures where they agree, else 1; prints their number for a sweep."""
         failures = [code for code in self.codes if code]
         if len(self.codes) > 1 and failures:
             refused = failures.count(REFUSED)
@@ -131,7 +131,7 @@ class Jobs:
 
 
 def attempt(job: Callable[[], None], *, name: str) -> int:
-    """Run one job and tell why it failed; its exit code. An interruption ends the whole sweep."""
+    """Run one job and report why it failed; return its exit code. An interruption ends the whole sweep."""
     try:
         job()
     except Refusal as refusal:
@@ -139,7 +139,7 @@ def attempt(job: Callable[[], None], *, name: str) -> int:
             count = f"{len(refusal.reasons)} reasons" if len(refusal.reasons) > 1 else "one reason"
             _say([f"{name}refused, {count}:", *(f"  {reason}" for reason in refusal.reasons)])
         return REFUSED
-    except RankFailed as failure:  # its message is the rank's own traceback; ours says nothing more
+    except RankFailed as failure:  # its message is the rank's own traceback
         print(failure, file=sys.stderr, flush=True)
         return FAILED
     except SystemExit as end:
@@ -147,14 +147,14 @@ def attempt(job: Callable[[], None], *, name: str) -> int:
         if code == EXIT_INTERRUPTED or code > SIGNALLED:
             raise
         return code
-    except Exception:  # the outermost frame of a job: it is told in full, and the other jobs of a sweep go on
+    except Exception:  # the outermost frame of a job: report it in full, the other jobs of a sweep go on
         traceback.print_exc()
         return FAILED
     return 0
 
 
 def execute(values: DictConfig, *, parent: int) -> None:
-    """One job: the typed configuration, its refusals, its recipe."""
+    """One job: type the configuration, check it, run its recipe."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -178,8 +178,8 @@ def execute(values: DictConfig, *, parent: int) -> None:
 
 
 def _after_signal(config: Config, *, code: int) -> int:
-    """The exit code of a job that a signal ended outside of its updates, told: 75 where the run directory
-    holds a checkpoint that the job, or an earlier one, made.
+    """The exit code of a job that a signal ended outside of its updates, after a report: 75 where the run
+    directory holds a checkpoint of this job or an earlier one.
     """
     name = signal.Signals(code - SIGNALLED).name
     saved = complete_checkpoints(config.run_dir) if config.trains else []
