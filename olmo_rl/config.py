@@ -893,7 +893,9 @@ class CallbacksConfig:
     )
     progress: bool = key(True, "bar over packs and updates")
     pictures: bool = key(True, "reward.png and packs.png at the end")
-    extra: list[Any] = key([], "your Lightning callbacks, each {_target_: package.Class, argument: value}")
+    extra: list[dict[str, Any]] = key(
+        [], "your Lightning callbacks, each {_target_: package.Class, argument: value}"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -903,7 +905,9 @@ class LoggerConfig:
     kind: LoggerKind = key(LoggerKind.csv, "loggers of the run")
     project: str = key("olmo_rl", "wandb project", needs=_WANDB)
     offline: bool = key(True, "wandb without an account", needs=_WANDB)
-    extra: list[Any] = key([], "your Lightning loggers, each {_target_: package.Class, argument: value}")
+    extra: list[dict[str, Any]] = key(
+        [], "your Lightning loggers, each {_target_: package.Class, argument: value}"
+    )
 
 
 @dataclass(kw_only=True, slots=True)
