@@ -14,7 +14,10 @@ import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from olmo_rl.config import Config, LayerType
+from olmo_rl.config import Config
+from olmo_rl.mixers import Family, families, has_window
+from olmo_rl.types import Refusal
+from olmo_rl.user_code import SURROGATE, load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +134,7 @@ def attention_fits(config: Config, *, name: str) -> bool:
         device=device_of(config),
         dtype=config.policy.dtype.value,
         head_dim=config.model.head_dim,
-        sliding=LayerType.sliding_attention in config.model.layer_types,
+        sliding=has_window(config.model),
     )
 
 
@@ -164,13 +167,11 @@ def linear_of(config: Config) -> str:
 
 def backends_of(config: Config) -> dict[str, Backend]:
     """The rows that this model's layers use, by the key that chooses them."""
-    used: dict[str, Backend] = {}
-    kinds = set(config.model.layer_types)
-    if kinds - {LayerType.linear_attention}:
-        used["policy.attention"] = ATTENTION_BACKENDS[attention_of(config)]
-    if LayerType.linear_attention in kinds:
-        used["policy.linear_attention"] = LINEAR_BACKENDS[linear_of(config)]
-    return used
+    rows = {
+        Family.softmax: ATTENTION_BACKENDS[attention_of(config)],
+        Family.linear: LINEAR_BACKENDS[linear_of(config)],
+    }
+    return {family.value: row for family, row in rows.items() if family in families(config.model)}
 
 
 def importable(module: str) -> bool:
@@ -190,6 +191,11 @@ def missing(config: Config) -> list[str]:
                 f"{key}: {row.name} needs {row.module}, which is not installed: {row.install}, or set "
                 f"{key}=reference"
             )
+    if config.loss.surrogate is not None:
+        try:
+            load(config.loss.surrogate, key="loss.surrogate", takes=SURROGATE)
+        except Refusal as refusal:
+            lacking += refusal.reasons
     if config.policy.compile:
         name, variable = ("g++", "CXX") if device_of(config) == "cpu" else ("gcc", "CC")
         compiler = os.environ.get(variable, name)

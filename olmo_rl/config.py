@@ -625,6 +625,13 @@ class BalanceConfig:
     )
 
 
+def _mixes(model: ModelConfig, key: str) -> bool:
+    """Whether a layer computes with the backend that a key names; the table of mixers needs this schema."""
+    from olmo_rl.mixers import Family, families
+
+    return Family(key) in families(model)
+
+
 @dataclass(kw_only=True, slots=True)
 class PolicyConfig:
     """How the policy computes."""
@@ -633,7 +640,7 @@ class PolicyConfig:
         Attention.auto,
         "backend of full and sliding attention",
         needs=Needs(
-            lambda c: set(c.model.layer_types) != {LayerType.linear_attention},
+            lambda c: _mixes(c.model, "policy.attention"),
             "where every layer is linear",
             "name other mixers in model.layer_types",
         ),
@@ -642,7 +649,7 @@ class PolicyConfig:
         LinearAttention.auto,
         "backend of KDA and its short convolution",
         needs=Needs(
-            lambda c: LayerType.linear_attention in c.model.layer_types,
+            lambda c: _mixes(c.model, "policy.linear_attention"),
             "where no layer is linear",
             "name linear_attention in model.layer_types",
         ),
@@ -672,6 +679,7 @@ class LossConfig:
     """The objective. Every sum is divided once, by a global count."""
 
     kind: LossKind = key(LossKind.grpo, "policy objective")
+    surrogate: str | None = key(None, "package.module:function of an objective of your own, in place of kind")
     reduction: Reduction = key(Reduction.token, "how tokens are averaged")
     clip_low: float = key(0.2, "ratio clipped below 1 - clip_low", above=0, max=1)
     clip_high: float = key(0.28, "ratio clipped above 1 + clip_high", above=0)

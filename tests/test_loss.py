@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from oracle import OracleDocument, cross_entropy, policy_objective
 from torch import Tensor
 
+from olmo_rl.backends import missing
 from olmo_rl.config import (
     BatchConfig,
+    Config,
     Filter,
     KlEstimator,
     LossConfig,
@@ -28,8 +30,10 @@ from olmo_rl.data.collate import collate, count_normalisers
 from olmo_rl.data.packs import Normalisers, Pack
 from olmo_rl.policy.logprobs import token_entropies, token_logprobs
 from olmo_rl.policy.loss import (
+    SURROGATES,
     LossOutput,
     ScoredSlots,
+    Surrogate,
     policy_loss,
     scored_slots,
     sft_loss,
@@ -704,3 +708,51 @@ def test_supervised_loss_and_gradients_equal_the_oracle(reduction: Reduction) ->
     assert output.terms["cross_entropy"].item() == output.loss.item()
     for found, expected_grad in zip(torch.autograd.grad(output.loss, logits), wanted, strict=True):
         torch.testing.assert_close(found, expected_grad, rtol=1e-12, atol=1e-13)
+
+
+def squared_ratio(
+    logprobs: Tensor, *, log_ratio: Tensor, advantages: Tensor, slots: ScoredSlots, config: LossConfig
+) -> Surrogate:
+    """An objective of a user: A (1 - r)^2 / 2 - A log policy."""
+    ratio = log_ratio.exp()
+    return Surrogate(advantages * (1 - ratio).square() / 2 - advantages * logprobs, ratio, {})
+
+
+def test_every_kind_of_loss_has_its_objective() -> None:
+    assert set(SURROGATES) == set(LossKind)
+
+
+def test_an_objective_named_by_import_path_replaces_the_kind() -> None:
+    pack = make_pack([make_sample([1, 2, 3], mask=[0, 1, 1], advantage=2.0)])
+    slots = scored_slots(pack)
+    logprobs = torch.tensor([-1.0, -0.5], dtype=torch.float64, requires_grad=True)
+    anchor = torch.tensor([-1.0, -0.5 - math.log(2)], dtype=torch.float64)
+    output = policy_loss(
+        logprobs,
+        anchor_logprobs=anchor,
+        behavior_logprobs=anchor,
+        ref_logprobs=None,
+        advantages=torch.tensor([2.0, 2.0], dtype=torch.float64),
+        slots=slots,
+        config=LossConfig(surrogate="test_loss:squared_ratio"),
+        normalisers=Normalisers(tokens=2, responses=1),
+    )
+    # Ratios 1 and 2: (0 + 2 * 1 / 2) / 2 for the square, (2 * 1 + 2 * 0.5) / 2 for the log-probs.
+    assert output.loss.item() == pytest.approx(0.5 + 1.5)
+    output.loss.backward()
+    # d/dlogp of A (1 - r)^2 / 2 is -A r (1 - r): 0 and 4; of -A logp: -2; divided by two tokens.
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("grpo", "loss.surrogate=grpo: not an import path: give package.module:function"),
+        ("no_such_module:loss", "loss.surrogate=no_such_module:loss: no_such_module does not import"),
+        ("test_loss:absent", "loss.surrogate=test_loss:absent: test_loss has no function absent"),
+    ],
+)
+def test_an_objective_that_cannot_be_loaded_is_reported_before_ranks_start(path: str, reason: str) -> None:
+    (line,) = missing(Config(loss=LossConfig(surrogate=path)))
+    assert line.startswith(reason)

@@ -179,3 +179,13 @@ class DocumentAttention(nn.Module):
             q = rotate(q, positions=positions, theta=self.rope_theta)
             k = rotate(k, positions=positions, theta=self.rope_theta)
         return q, k, v
+
+
+def full_attention(config: ModelConfig, backend: str) -> DocumentAttention:
+    """The layer of `full_attention`."""
+    return DocumentAttention(config, window=None, backend=backend)
+
+
+def sliding_attention(config: ModelConfig, backend: str) -> DocumentAttention:
+    """The layer of `sliding_attention`."""
+    return DocumentAttention(config, window=config.sliding_window, backend=backend)

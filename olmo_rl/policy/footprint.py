@@ -19,13 +19,13 @@ from olmo_rl.config import (
     BlockNorms,
     Config,
     Dtype,
-    LayerType,
     LogprobKind,
     ModelConfig,
     PublicationKind,
     Recompute,
     Source,
 )
+from olmo_rl.mixers import mixer_of
 from olmo_rl.policy.hf_export import BUCKET_BYTES, is_single_file, written_dtype
 
 _EXPERT = ".routed_experts."
@@ -68,12 +68,7 @@ def largest_block(shapes: Mapping[str, torch.Size], *, ep_degree: int) -> int:
 def block_activations(model: ModelConfig, *, layer: int) -> int:
     """Elements that one token leaves for a block's backward: inputs of its matrices, norms and kernels."""
     norms = {BlockNorms.before: 2, BlockNorms.after: 2, BlockNorms.both: 4}[model.block_norms] * model.dim
-    if model.layer_types[layer] is LayerType.linear_attention:
-        width = model.kda_heads * model.kda_head_dim
-        mixer = 2 * model.dim + 14 * width  # q, k, v around convolution and norm, decays, gate, output
-    else:
-        queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        mixer = 2 * model.dim + 5 * queries + 6 * keys  # projected, normed and turned; values; output
+    mixer = mixer_of(model.layer_types[layer]).activations(model)
     if layer not in model.routed_layers:
         return norms + mixer + model.dim + 4 * model.dense_hidden
     width = model.dim if model.latent_dim is None else model.latent_dim

@@ -16,17 +16,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import pkgutil
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from olmo_rl.config import BlockNorms, LayerType, ModelConfig, Recompute
+from olmo_rl.config import BlockNorms, ModelConfig, Recompute
 from olmo_rl.data.packs import PackContext, RouteMode
-from olmo_rl.policy.attention import DocumentAttention
+from olmo_rl.mixers import Family, mixer_of
 from olmo_rl.policy.compiling import region
-from olmo_rl.policy.kda import KimiDeltaAttention
 from olmo_rl.policy.logprobs import Head, LogprobRequest, Logprobs
 from olmo_rl.policy.moe import MixtureOfExperts, RouterStatistics, SwiGLU, recomputed
 from olmo_rl.types import Refusal
@@ -111,17 +111,11 @@ class Block(nn.Module):
         return x, x if self.ffn_norm is None else self.ffn_norm(x)
 
 
-def build_mixer(
-    config: ModelConfig, *, layer: int, attention: str, linear: str
-) -> DocumentAttention | KimiDeltaAttention:
-    """The token mixer of one layer."""
-    match config.layer_types[layer]:
-        case LayerType.linear_attention:
-            return KimiDeltaAttention(config, backend=linear)
-        case LayerType.sliding_attention:
-            return DocumentAttention(config, window=config.sliding_window, backend=attention)
-        case LayerType.full_attention:
-            return DocumentAttention(config, window=None, backend=attention)
+def build_mixer(config: ModelConfig, *, layer: int, attention: str, linear: str) -> Any:
+    """The token mixer of one layer: a module with `forward(x [T, D], context)`, `init_state` and `step`."""
+    mixer = mixer_of(config.layer_types[layer])
+    backend = {Family.softmax: attention, Family.linear: linear}[mixer.family]
+    return pkgutil.resolve_name(mixer.build)(config, backend)
 
 
 # Weights that write to the residual stream.

@@ -247,3 +247,8 @@ class KimiDeltaAttention(nn.Module):
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         gate = self.g_proj_2(self.g_proj_1(x)).sigmoid().unflatten(-1, (self.heads, self.head_dim))
         return self.wo((self.o_norm(o) * gate).flatten(-2))
+
+
+def kimi_delta_attention(config: ModelConfig, backend: str) -> KimiDeltaAttention:
+    """The layer of `linear_attention`."""
+    return KimiDeltaAttention(config, backend=backend)

@@ -14,12 +14,14 @@ Shapes: T tokens of a pack, S scored slots, D documents. A response is one docum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from olmo_rl.config import KlEstimator, LossConfig, LossKind, Reduction, WeightBound, WeightLevel
 from olmo_rl.data.packs import Normalisers, Pack
+from olmo_rl.user_code import SURROGATE, load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +139,7 @@ def policy_loss(
 
         sum over slots of weight x (keep x tis x surrogate + kl_coef x KL - entropy_coef x entropy)
 
-    `surrogate` is anchor -> policy (`config.kind`), `tis` behaviour -> anchor, `keep` leaves out responses
+    `surrogate` is anchor -> policy (`surrogate_of`), `tis` behaviour -> anchor, `keep` leaves out responses
     too far off policy. `ref_logprobs` is needed where `kl_coef` is not 0, `entropies` where `entropy_coef` is
     not 0.
 
@@ -158,7 +160,7 @@ def policy_loss(
         constant_length=config.constant_length,
     )
     log_ratio = logprobs - anchor
-    surrogate, ratio, clips = _surrogate(
+    surrogate, ratio, clips = surrogate_of(config)(
         logprobs, log_ratio=log_ratio, advantages=advantages, slots=slots, config=config
     )
     terms: dict[str, Tensor] = {"policy": surrogate}
@@ -200,25 +202,44 @@ def _broken_documents(values: Tensor, *, slots: ScoredSlots) -> Tensor:
     return bad.new_zeros(slots.num_documents).index_add(0, slots.documents, bad) > 0
 
 
-def _surrogate(
-    logprobs: Tensor, *, log_ratio: Tensor, advantages: Tensor, slots: ScoredSlots, config: LossConfig
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """[S] surrogate to minimise, [S] ratio before clipping, and [S] indicators of where clipping acts.
-
-    With r = exp(policy - anchor), A the advantage, c(r) = clip(r, 1 - clip_low, 1 + clip_high):
-    `grpo`   -min(r A, c(r) A), one ratio a token (arXiv 2402.03300; unequal clips: DAPO, arXiv 2503.14476).
-    `gspo`   the same with one ratio a response, exp(mean of policy - anchor over its scored tokens)
-             (arXiv 2507.18071).
-    `cispo`  -c(r) A log policy, where c(r) carries no gradient: no token loses its own (arXiv 2506.13585).
-    `dual_clip` d: where A < 0 the surrogate is at most -d A (arXiv 1912.09729); for grpo and gspo.
+class Surrogate(NamedTuple):
+    """The result of a policy objective, each [S]: `objective` to minimise, with gradient; the `ratio` anchor
+    -> policy before clipping; `clips`, 1 where a clip acts and 0 elsewhere, by name.
     """
+
+    objective: Tensor
+    ratio: Tensor
+    clips: dict[str, Tensor]
+
+
+class SurrogateFunction(Protocol):
+    """A policy objective, one of `SURROGATES` or the user's (`loss.surrogate`)."""
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        *,
+        log_ratio: Tensor,
+        advantages: Tensor,
+        slots: ScoredSlots,
+        config: LossConfig,
+    ) -> Surrogate:
+        """`logprobs` [S] of the policy and `log_ratio` [S], policy - anchor, carry gradients; `advantages`
+        [S] do not. The caller multiplies weights and sums over slots.
+        """
+        ...
+
+
+def grpo(
+    logprobs: Tensor, *, log_ratio: Tensor, advantages: Tensor, slots: ScoredSlots, config: LossConfig
+) -> Surrogate:
+    """-min(r A, c(r) A) with r = exp(policy - anchor), one ratio a token, A the advantage and
+    c(r) = clip(r, 1 - clip_low, 1 + clip_high) (arXiv 2402.03300; unequal clips: DAPO, arXiv 2503.14476).
+
+    `dual_clip` d: where A < 0 the surrogate is at most -d A (arXiv 1912.09729).
+    """
+    del logprobs, slots
     low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.kind is LossKind.cispo:
-        ratio = log_ratio.detach().exp()
-        clips = {"clip_low": (ratio < low).to(ratio), "clip_high": (ratio > high).to(ratio)}
-        return -ratio.clamp(low, high) * advantages * logprobs, ratio, clips
-    if config.kind is LossKind.gspo:
-        log_ratio = _document_mean(log_ratio, slots=slots)
     ratio = log_ratio.exp()
     surrogate = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     clips = {
@@ -229,7 +250,42 @@ def _surrogate(
         ceiling = -config.dual_clip * advantages
         clips["dual_clip"] = ((surrogate > ceiling) & (advantages < 0)).to(ratio)
         surrogate = torch.where(advantages < 0, torch.minimum(surrogate, ceiling), surrogate)
-    return surrogate, ratio, clips
+    return Surrogate(surrogate, ratio, clips)
+
+
+def gspo(
+    logprobs: Tensor, *, log_ratio: Tensor, advantages: Tensor, slots: ScoredSlots, config: LossConfig
+) -> Surrogate:
+    """As `grpo` with one ratio a response, exp(mean of policy - anchor over its scored tokens)
+    (arXiv 2507.18071).
+    """
+    mean = _document_mean(log_ratio, slots=slots)
+    return grpo(logprobs, log_ratio=mean, advantages=advantages, slots=slots, config=config)
+
+
+def cispo(
+    logprobs: Tensor, *, log_ratio: Tensor, advantages: Tensor, slots: ScoredSlots, config: LossConfig
+) -> Surrogate:
+    """-c(r) A log policy, where c(r) carries no gradient: no token loses its own (arXiv 2506.13585)."""
+    del slots
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    ratio = log_ratio.detach().exp()
+    clips = {"clip_low": (ratio < low).to(ratio), "clip_high": (ratio > high).to(ratio)}
+    return Surrogate(-ratio.clamp(low, high) * advantages * logprobs, ratio, clips)
+
+
+SURROGATES: dict[LossKind, SurrogateFunction] = {
+    LossKind.grpo: grpo,
+    LossKind.gspo: gspo,
+    LossKind.cispo: cispo,
+}
+
+
+def surrogate_of(config: LossConfig) -> SurrogateFunction:
+    """The function of `loss.surrogate`, else that of `loss.kind`."""
+    if config.surrogate is None:
+        return SURROGATES[config.kind]
+    return load(config.surrogate, key="loss.surrogate", takes=SURROGATE)
 
 
 def behavior_weights(

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from olmo_rl.backends import ATTENTION_BACKENDS, attention_fits, attention_of, linear_fits, linear_of
-from olmo_rl.config import Config, Dtype, LayerType, LogprobKind, Recipe
+from olmo_rl.config import Config, Dtype, LogprobKind, Recipe
+from olmo_rl.mixers import Family, families
 from olmo_rl.refusals.rule import Rule
 
 
-def _has_linear(config: Config) -> bool:
-    return LayerType.linear_attention in config.model.layer_types
-
-
-def _has_softmax(config: Config) -> bool:
-    return any(kind is not LayerType.linear_attention for kind in config.model.layer_types)
-
-
 def _attention_unfit(config: Config) -> bool:
-    return _has_softmax(config) and not attention_fits(config, name=attention_of(config))
+    return Family.softmax in families(config.model) and not attention_fits(config, name=attention_of(config))
 
 
 def _linear_unfit(config: Config) -> bool:
-    return _has_linear(config) and not linear_fits(config, name=linear_of(config))
+    return Family.linear in families(config.model) and not linear_fits(config, name=linear_of(config))
 
 
 def _crosses_documents(config: Config) -> bool:
