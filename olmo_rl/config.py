@@ -214,15 +214,6 @@ class OnVerifierFailure(Choice):
     zero = "zero", "a reward of 0"
 
 
-class ImportSource(Choice):
-    olmo_rl = "olmo_rl", "our own files, checked and written as parquet"
-    slime = "slime", ".pt of --save-debug-rollout-data"
-    miles = "miles", ".pt of --save-debug-rollout-data"
-    prime_rl = "prime_rl", "msgpack of a TrainingBatch"
-    vllm = "vllm", "JSON lines of completions with routed experts"
-    sglang = "sglang", "JSON lines of completions with routed experts"
-
-
 class SftFormat(Choice):
     auto = "auto", "by the suffix of each file, .jsonl or .parquet"
     jsonl = "jsonl"
@@ -846,11 +837,32 @@ class SftConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SamplingConfig:
+    """The settings that imported tokens were drawn under, where their file does not record them."""
+
+    temperature: float | None = key(None, "null = unknown", min=0, needs=_IMPORTS)
+    top_p: float | None = key(
+        None, "share of the probability that was kept, null = unknown", above=0, max=1, needs=_IMPORTS
+    )
+    top_k: int | None = key(None, "tokens that were kept, 0 = all, null = unknown", min=-1, needs=_IMPORTS)
+    min_p: float | None = key(
+        None, "share of the likeliest token's probability, 0 = none, null = unknown", min=0, needs=_IMPORTS
+    )
+    repetition_penalty: float | None = key(None, "1 = none, null = unknown", above=0, needs=_IMPORTS)
+    presence_penalty: float | None = key(None, "0 = none, null = unknown", needs=_IMPORTS)
+    frequency_penalty: float | None = key(None, "0 = none, null = unknown", needs=_IMPORTS)
+
+
+@dataclass(kw_only=True, slots=True)
 class ImportsConfig:
     """How recipe=import reads rollouts of another system; expert counts come from the model."""
 
-    source: ImportSource | None = key(
-        None, "the system that recorded imports.path", needs=_IMPORTS, was="source"
+    source: str | None = key(
+        None,
+        "the program that recorded imports.path, such as slime or vllm (another name lists all), or a reader "
+        "of your own as package.module:function",
+        needs=_IMPORTS,
+        was="source",
     )
     path: str | None = key(None, "a file of that system, or a directory of them", needs=_IMPORTS, was="path")
     reward_key: str | None = key(None, "entry of rewards that are mappings", needs=_IMPORTS)
@@ -872,6 +884,7 @@ class ImportsConfig:
             ),
         ),
     )
+    sampling: SamplingConfig = section(SamplingConfig)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,5 +1,8 @@
 """The nouns every floor shares: samples, collections, topology and pack plans. NumPy only, no torch.
 
+The fields of `Sample` are the one table from which rollout files, importers, checkpoints and checks follow
+(`FIELDS`): adding a field is one line there.
+
 Per-token arrays are aligned to the token they describe: entry t describes token t. Routes are the exception
 that engines impose: row t holds the experts chosen while token t was read, so a sample of T tokens has T-1
 rows and the last token's row is synthetic (see `planning.loads.tail_routes`).
@@ -8,7 +11,9 @@ rows and the last token's row is synthetic (see `planning.loads.tail_routes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,32 +51,77 @@ class RankFailed(RuntimeError):
         self.signum = signum
 
 
+class Kind(Enum):
+    """The type of one field of a sample. The last four are arrays; all of these but `routes` are per-token
+    lists. Shapes: T tokens, L layers, K experts per token.
+    """
+
+    name = "non-empty text"
+    text = "text"
+    integer = "64-bit integer"
+    number = "float64"
+    flag = "true or false"
+    tokens = "int32 [T]"
+    mask = "bool [T]"
+    logprobs = "float32 [T]"
+    routes = "integers [T-1, L, K]"
+
+    @property
+    def per_token(self) -> bool:
+        """Whether entry t describes token t."""
+        return self in (Kind.tokens, Kind.mask, Kind.logprobs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleField:
+    """One row of `FIELDS`: an attribute of `Sample`, its kind, whether rollout files store it (a run computes
+    the others), in which column, whether every row of a file needs it, and its default in memory
+    (`dataclasses.MISSING`: none).
+    """
+
+    name: str
+    kind: Kind
+    stored: bool
+    column: str
+    required: bool
+    default: Any
+
+
+def _stored(kind: Kind, *, column: str | None = None, required: bool = False) -> dict[str, Any]:
+    """Metadata of a field of rollout files, in a column of its own name unless another is given."""
+    return {"kind": kind, "stored": True, "column": column, "required": required}
+
+
+def _computed(kind: Kind) -> dict[str, Any]:
+    """Metadata of a field that a run computes and that no rollout file stores."""
+    return {"kind": kind, "stored": False, "column": None, "required": False}
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
     """One prompt and its response.
 
-    Shapes: `tokens` int32 [T]; `response_mask` bool [T], the tokens the policy generated; `loss_mask` bool
-    [T], the subset that is trained (None = all of it); `behavior_logprobs` and `ref_logprobs` float32 [T],
-    defined where `response_mask` is true; `routes` [T-1, layers, top_k] of any integer type, layer axis in
-    the order of `ExpertLayout.routed_layers`. `policy_version` counts the optimizer steps behind the sample's
-    oldest token. `has_placeholders`: some tokens stand for an image or audio, so pads never repeat them.
+    `response_mask`: the tokens that the policy generated; `loss_mask`: the subset that is trained (None = all
+    of it). Log-probs are defined where `response_mask` is true. The layer axis of `routes` is in the order of
+    `ExpertLayout.routed_layers`. `policy_version` counts the optimizer steps behind the sample's oldest
+    token. `has_placeholders`: some tokens stand for an image or audio, so padding never repeats them.
     """
 
-    id: str
-    group: str
-    tokens: NDArray[np.int32]
-    response_mask: NDArray[np.bool_]
-    behavior_logprobs: NDArray[np.float32]
-    reward: float
-    policy_version: int = 0
-    loss_mask: NDArray[np.bool_] | None = None
-    ref_logprobs: NDArray[np.float32] | None = None
-    advantage: float | None = None
-    routes: NDArray[np.integer] | None = None
-    finish_reason: str | None = None
-    prompt: str | None = None
-    response: str | None = None
-    has_placeholders: bool = False
+    id: str = field(metadata=_stored(Kind.name, column="sample_id", required=True))
+    group: str = field(metadata=_stored(Kind.name, column="group_id", required=True))
+    tokens: NDArray[np.int32] = field(metadata=_stored(Kind.tokens, required=True))
+    response_mask: NDArray[np.bool_] = field(metadata=_stored(Kind.mask, required=True))
+    behavior_logprobs: NDArray[np.float32] = field(metadata=_stored(Kind.logprobs, required=True))
+    reward: float = field(metadata=_stored(Kind.number, required=True))
+    policy_version: int = field(default=0, metadata=_stored(Kind.integer, required=True))
+    loss_mask: NDArray[np.bool_] | None = field(default=None, metadata=_stored(Kind.mask))
+    ref_logprobs: NDArray[np.float32] | None = field(default=None, metadata=_stored(Kind.logprobs))
+    advantage: float | None = field(default=None, metadata=_computed(Kind.number))
+    routes: NDArray[np.integer] | None = field(default=None, metadata=_stored(Kind.routes))
+    finish_reason: str | None = field(default=None, metadata=_stored(Kind.text))
+    prompt: str | None = field(default=None, metadata=_stored(Kind.text))
+    response: str | None = field(default=None, metadata=_stored(Kind.text))
+    has_placeholders: bool = field(default=False, metadata=_stored(Kind.flag))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -85,6 +135,46 @@ class Sample:
         mask = mask.copy()
         mask[:1] = False
         return mask
+
+
+FIELDS: tuple[SampleField, ...] = tuple(
+    SampleField(
+        name=entry.name,
+        kind=entry.metadata["kind"],
+        stored=entry.metadata["stored"],
+        column=entry.metadata["column"] or entry.name,
+        required=entry.metadata["required"],
+        default=entry.default,
+    )
+    for entry in fields(Sample)
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """The settings under which an engine drew its tokens; None: not recorded.
+
+    `top_k` 0 (or -1) and `top_p` 1 keep the whole vocabulary. Log-probs are trained at temperature 1 over the
+    whole vocabulary, so any other known value describes another distribution than the one that is trained.
+    """
+
+    temperature: float | None = field(default=None, metadata={"neutral": (1.0,)})
+    top_p: float | None = field(default=None, metadata={"neutral": (1.0,)})
+    top_k: int | None = field(default=None, metadata={"neutral": (0, -1)})
+    min_p: float | None = field(default=None, metadata={"neutral": (0.0,)})
+    repetition_penalty: float | None = field(default=None, metadata={"neutral": (1.0,)})
+    presence_penalty: float | None = field(default=None, metadata={"neutral": (0.0,)})
+    frequency_penalty: float | None = field(default=None, metadata={"neutral": (0.0,)})
+
+    def known(self) -> dict[str, float]:
+        """The recorded settings, by name."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def deviations(self) -> dict[str, float]:
+        """The recorded settings under which tokens follow another distribution than the model's own."""
+        neutral = {entry.name: entry.metadata["neutral"] for entry in fields(self)}
+        return {name: value for name, value in self.known().items() if value not in neutral[name]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +217,8 @@ class Collection:
     """What a rollout source delivers at once. `layout` is None where no expert metadata exists (length-only
     files).
 
-    `notes`: one line for the user about each thing that was there and is not used. `counts`: what happened on
-    the way, by metric name, over all ranks.
+    `sampling`: how its tokens were drawn. `notes`: one line for the user about each thing that was there and
+    is not used. `counts`: what happened on the way, by metric name, over all ranks.
     """
 
     samples: list[Sample]
@@ -136,6 +226,7 @@ class Collection:
     source: str
     model: str | None = None
     tokenizer: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     notes: tuple[str, ...] = ()
     counts: dict[str, float] = field(default_factory=dict)
 
@@ -168,9 +259,6 @@ class Topology:
     def replica_of(self, rank: int) -> int:
         return rank // self.ep_degree
 
-    def ep_rank(self, rank: int) -> int:
-        return rank % self.ep_degree
-
     def experts_per_rank(self, num_experts: int) -> int:
         if num_experts % self.ep_degree:
             raise Refusal(
@@ -178,10 +266,6 @@ class Topology:
                 "every expert-parallel rank owns the same number of experts"
             )
         return num_experts // self.ep_degree
-
-    def destination_of(self, expert: int, num_experts: int) -> int:
-        """The EP rank that owns `expert`."""
-        return expert // self.experts_per_rank(num_experts)
 
     def destinations(self, num_experts: int) -> NDArray[np.int64]:
         """int64 [num_experts]: owner of every expert."""

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
-from olmo_rl.rollouts.importers import ImportReport, import_file, import_paths
+from olmo_rl.rollouts.importers.importing import ImportReport, import_file, import_paths
 from olmo_rl.rollouts.wire import RouteAxis
 
 
@@ -39,7 +39,7 @@ def run(config: Config) -> None:
     reports = [report.as_json() for _, report in found]
     path = Path(config.run_dir) / "import_report.json"
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps({"source": source.value, "files": reports}, indent=2) + "\n")
+    scratch.write_text(json.dumps({"source": source, "files": reports}, indent=2) + "\n")
     scratch.replace(path)
     console = Console()
     for _, report in found:

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from olmo_rl.data.files import check_layout, collection_paths, read_collection, write_collection
+from olmo_rl.data.files import collection_paths, read_collection, write_collection
+from olmo_rl.data.validation import check_layout
 from olmo_rl.types import Collection, ExpertLayout, Refusal, Sample
 
 LAYOUT = ExpertLayout(num_experts=8, top_k=2, routed_layers=(1, 3))

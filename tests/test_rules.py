@@ -147,12 +147,10 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def with_value(config: Config, key: str, value: Any) -> Config:
-    """The configuration with one dotted key replaced."""
-    section, _, name = key.rpartition(".")
-    if not section:
-        return replace(config, **{name: value})
-    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """The configuration, or a section of it, with one dotted key replaced."""
+    name, _, rest = key.partition(".")
+    return replace(config, **{name: with_value(getattr(config, name), rest, value) if rest else value})
 
 
 def test_every_written_rule_refuses_its_example_by_key_value_reason_and_change(run_directory: Path) -> None:

@@ -9,7 +9,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -17,15 +17,16 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from olmo_rl.collections.generation import RolloutParts
-from olmo_rl.config import Config
+from olmo_rl.config import Config, RolloutsConfig
+from olmo_rl.config import Source as SourceKind
 from olmo_rl.data.files import collection_paths
-from olmo_rl.data.preflight import read_for
+from olmo_rl.data.preflight import read_for, unknown_sampling
 from olmo_rl.data.tasks import Problem
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Collection, Refusal, Sample
+from olmo_rl.types import Collection, Refusal, Sample, Sampling
 
 T = TypeVar("T")
 
@@ -53,12 +54,17 @@ class FileSource:
         assert config.rollouts.path is not None, "refusals require rollouts.path for rollouts=files"
         self.paths: list[Path] = collection_paths(config.rollouts.path)
         self._config = config
+        self._noted = False  # that sampling settings are unknown
 
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
         del groups
         if attempt > 0 or index >= len(self.paths):
             return None
-        return read_for(self._config, path=self.paths[index])
+        collection = read_for(self._config, path=self.paths[index])
+        if collection.sampling.temperature is None and not self._noted:
+            self._noted = True
+            collection.notes += (unknown_sampling(self.paths[index]),)
+        return collection
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -107,6 +113,7 @@ class GeneratingSource:
             layout=self._layout,
             source=self._config.rollouts.source.value,
             tokenizer=self._config.model.tokenizer,
+            sampling=sampling_of(self._config.rollouts),
             counts={name: sum(counts[name] for _, counts in parts) for name in parts[0][1]},
         )
         if attempt == 0 and self._looks_ahead:
@@ -188,6 +195,18 @@ def together(parts: Sequence[T | Refusal]) -> list[T]:
     if reasons:
         raise Refusal(reasons)
     return [part for part in parts if not isinstance(part, Refusal)]
+
+
+def sampling_of(rollouts: RolloutsConfig) -> Sampling:
+    """The settings under which an engine draws: all of them of the local engine, those that are sent of a
+    serving engine, which fills in the others.
+    """
+    sent = Sampling(temperature=rollouts.temperature, top_p=rollouts.top_p)
+    if rollouts.source is not SourceKind.local:
+        return sent
+    return replace(
+        sent, top_k=0, min_p=0.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0
+    )
 
 
 def response_text(generation: Generation, *, tokenizer: Tokenizer) -> str:

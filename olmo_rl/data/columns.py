@@ -1,18 +1,16 @@
-"""The columns of a rollout file, one table for reading and writing, and how a row becomes a Sample.
+"""The columns of a rollout file, from the table of a sample's fields, and how a row becomes a Sample.
 
-Owns the type of every cell: JSON values are taken as they are (true is no integer, 1.0 is no token), parquet
-lists arrive as arrays. Refuses what has the wrong type or is missing; `validation.py` refuses what has the
-wrong content.
+Owns the conversion of every value to the kind of its field: JSON values are taken as they are (true is no
+integer, 1.0 is no token), lists may arrive as arrays. Refuses a wrong type and a missing value;
+`validation.py` refuses wrong contents.
 
 Shapes: T tokens, L layers of a route's axis, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from enum import Enum
 from math import prod
 from typing import Any
 
@@ -20,60 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.data.validation import checked_routes
-from olmo_rl.types import Collection, ExpertLayout, Refusal, Sample
+from olmo_rl.types import FIELDS, Collection, ExpertLayout, Kind, Refusal, Sample, SampleField
 
-
-class Kind(Enum):
-    """What one cell of a column holds. The last three are per-token lists."""
-
-    name = "name"
-    text = "text"
-    integer = "integer"
-    number = "number"
-    flag = "flag"
-    tokens = "tokens"
-    mask = "mask"
-    logprobs = "logprobs"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """One column: its name in files, the attribute of `Sample` it fills, its kind, whether required."""
-
-    name: str
-    attribute: str
-    kind: Kind
-    required: bool = True
-
-
-COLUMNS: tuple[Column, ...] = (
-    Column(name="sample_id", attribute="id", kind=Kind.name),
-    Column(name="group_id", attribute="group", kind=Kind.name),
-    Column(name="tokens", attribute="tokens", kind=Kind.tokens),
-    Column(name="response_mask", attribute="response_mask", kind=Kind.mask),
-    Column(name="behavior_logprobs", attribute="behavior_logprobs", kind=Kind.logprobs),
-    Column(name="reward", attribute="reward", kind=Kind.number),
-    Column(name="policy_version", attribute="policy_version", kind=Kind.integer),
-    Column(name="loss_mask", attribute="loss_mask", kind=Kind.mask, required=False),
-    Column(name="ref_logprobs", attribute="ref_logprobs", kind=Kind.logprobs, required=False),
-    Column(name="finish_reason", attribute="finish_reason", kind=Kind.text, required=False),
-    Column(name="prompt", attribute="prompt", kind=Kind.text, required=False),
-    Column(name="response", attribute="response", kind=Kind.text, required=False),
-    Column(name="has_placeholders", attribute="has_placeholders", kind=Kind.flag, required=False),
-)
+COLUMNS = tuple(entry for entry in FIELDS if entry.stored and entry.kind is not Kind.routes)
 ROUTE_COLUMNS = ("routes", "routes_shape", "routes_dtype")
 ROUTE_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-METADATA_NAMES = ("num_experts", "top_k", "routed_layers", "route_layers", "model", "tokenizer")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metadata:
-    """What a file says about itself. `all_layers`: the layer axis of its routes also counts dense layers."""
-
-    layout: ExpertLayout | None = None
-    all_layers: bool = False
-    model: str | None = None
-    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,87 +34,17 @@ class Record:
     fault: str | None = None
 
 
-def unknown_name(name: str, known: Sequence[str]) -> str:
-    """The message about a name that means nothing here, with the nearest that could have been meant."""
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"unknown name {name!r}: " + (
-        f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-    )
+def written_columns(collection: Collection) -> list[SampleField]:
+    """The columns that a file of `collection` has: the required ones, and those that any sample fills with
+    something other than the default.
+    """
+    return [c for c in COLUMNS if c.required or any(filled(s, c) for s in collection.samples)]
 
 
-def metadata_of(raw: Any, *, where: str) -> Metadata:
-    """What the metadata object of a file says; {} where there is none."""
-    if not isinstance(raw, dict):
-        raise Refusal(
-            f"{where}: the metadata is {raw!r}, expected an object with {', '.join(METADATA_NAMES)}"
-        )
-    for name in raw:
-        if name not in METADATA_NAMES:
-            raise Refusal(f"{where}: metadata: {unknown_name(name, METADATA_NAMES)}")
-    for name in ("model", "tokenizer"):
-        if raw.get(name) is not None and not isinstance(raw[name], str):
-            raise Refusal(f"{where}: metadata {name} is {raw[name]!r}: expected text")
-    if raw.get("route_layers", "routed") not in ("all", "routed"):
-        raise Refusal(
-            f"{where}: metadata route_layers is {raw['route_layers']!r}: expected 'all' or 'routed'"
-        )
-    expert_names = ("num_experts", "top_k", "routed_layers")
-    missing = [name for name in expert_names if raw.get(name) is None]
-    layout = None
-    if not missing:
-        layout = _layout(*(raw[name] for name in expert_names), where=where)
-    elif len(missing) < len(expert_names) or "route_layers" in raw:
-        raise Refusal(
-            f"{where}: metadata lacks {', '.join(missing)}: routes need {', '.join(expert_names)} together"
-        )
-    return Metadata(
-        layout=layout,
-        all_layers=raw.get("route_layers") == "all",
-        model=raw.get("model"),
-        tokenizer=raw.get("tokenizer"),
-    )
-
-
-def _layout(num_experts: Any, top_k: Any, routed_layers: Any, *, where: str) -> ExpertLayout:
-    if type(num_experts) is not int or num_experts < 1:
-        raise Refusal(f"{where}: metadata num_experts is {num_experts!r}: expected a positive integer")
-    if type(top_k) is not int or not 1 <= top_k <= num_experts:
-        raise Refusal(
-            f"{where}: metadata top_k is {top_k!r}: expected an integer in 1..num_experts={num_experts}"
-        )
-    layers = routed_layers if isinstance(routed_layers, list) else []
-    if not layers or any(type(x) is not int or x < 0 for x in layers) or len(set(layers)) != len(layers):
-        raise Refusal(
-            f"{where}: metadata routed_layers is {routed_layers!r}: expected a list of distinct layer ids"
-        )
-    return ExpertLayout(num_experts=num_experts, top_k=top_k, routed_layers=tuple(layers))
-
-
-def describe(collection: Collection) -> dict[str, Any]:
-    """The metadata of a collection as it is written."""
-    layout = collection.layout
-    experts = (
-        {}
-        if layout is None
-        else {
-            "num_experts": layout.num_experts,
-            "top_k": layout.top_k,
-            "routed_layers": list(layout.routed_layers),
-        }
-    )
-    named = {"model": collection.model, "tokenizer": collection.tokenizer}
-    return experts | {name: value for name, value in named.items() if value is not None}
-
-
-def written_columns(collection: Collection) -> list[Column]:
-    """The columns that a file of `collection` has: the required ones, and those that any sample fills."""
-    return [
-        c for c in COLUMNS if c.required or any(_filled(getattr(s, c.attribute)) for s in collection.samples)
-    ]
-
-
-def _filled(value: Any) -> bool:
-    return value is not None and value is not False
+def filled(sample: Sample, entry: SampleField) -> bool:
+    """Whether a field of the sample differs from its default."""
+    value = getattr(sample, entry.name)
+    return value is not entry.default and (isinstance(value, np.ndarray) or value != entry.default)
 
 
 def layer_axis(record: Record) -> int | None:
@@ -180,14 +59,28 @@ def sample_of(record: Record) -> Sample:
     """The sample of a record, its routes not read."""
     if record.fault is not None:
         raise Refusal(record.fault)
-    fields: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for column in COLUMNS:
-        value = record.cells.get(column.name)
+        value = record.cells.get(column.column)
         if value is not None:
-            fields[column.attribute] = _CONVERT[column.kind](value, column.name)
+            values[column.name] = converted(value, kind=column.kind, name=column.column)
         elif column.required:
-            raise Refusal(f"{column.name} is missing")
-    return Sample(**fields)
+            raise Refusal(f"{column.column} is missing")
+    return Sample(**values)
+
+
+def converted(value: Any, *, kind: Kind, name: str) -> Any:
+    """`value` as a field of `kind` holds it; `name` opens the message of a Refusal.
+
+    Per-token values may be lists, tuples, tensors or arrays. What is no array of one axis and of a dtype of
+    the kind is judged element by element.
+    """
+    if kind.per_token:
+        if isinstance(value, tuple):
+            value = list(value)
+        elif not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in _DTYPES[kind]:
+            value = value.tolist() if hasattr(value, "tolist") else value
+    return _CONVERT[kind](value, name)
 
 
 def routes_of(
@@ -321,6 +214,7 @@ def _logprobs(value: Any, column: str) -> NDArray[np.float32]:
         return value.astype(np.float32)
 
 
+_DTYPES = {Kind.tokens: "iu", Kind.mask: "iub", Kind.logprobs: "iuf"}
 _CONVERT: dict[Kind, Callable[[Any, str], Any]] = {
     Kind.name: _name,
     Kind.text: _text,

@@ -1,9 +1,9 @@
 """Rollout files, one collection each: parquet is the format of record, JSONL serves small inputs.
 
-Owns paths, metadata, and reading and writing without loss; `columns.py` owns the columns, `validation.py`
-what they may hold. Every refusal names file, line (JSONL) or row (parquet) and sample id, then position,
-layer and route row. A log-prob that is null or not finite is legal only in a slot that is not scored: NaN in
-memory, null in a file.
+Owns paths, JSONL, and reading and writing without loss; `columns.py` owns the columns, `metadata.py` the
+metadata, `validation.py` the checks of contents. Every refusal names file, line (JSONL) or row (parquet) and
+sample id, then position, layer and route row. A log-prob that is null or not finite is legal only in a slot
+that is not scored: NaN in memory, null in a file.
 """
 
 from __future__ import annotations
@@ -15,23 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from olmo_rl.data.columns import (
-    COLUMNS,
-    Metadata,
-    Record,
-    describe,
-    layer_axis,
-    metadata_of,
-    routes_of,
-    sample_of,
-    unknown_name,
-    written_columns,
-)
-from olmo_rl.data.parquet import read_parquet, write_parquet
-from olmo_rl.data.validation import check_layout, check_sample, checked_routes
+from olmo_rl.data.columns import COLUMNS, Record, layer_axis, routes_of, sample_of, written_columns
+from olmo_rl.data.metadata import Metadata, describe, metadata_of, unknown_name
+from olmo_rl.data.parquet import first_has, read_parquet, write_parquet
+from olmo_rl.data.validation import check_sample, checked_routes
 from olmo_rl.types import Collection, ExpertLayout, Refusal, Sample
-
-__all__ = ["check_layout", "collection_paths", "read_collection", "write_collection"]
 
 SUFFIXES = (".parquet", ".jsonl")
 _REPORTED = 20  # faults named one by one; the rest is counted
@@ -75,7 +63,7 @@ def read_collection(
         metadata, records, has_routes = read(path, require_routes)
     except (KeyError, TypeError, OverflowError, RecursionError, UnicodeDecodeError) as error:
         raise Refusal(
-            f"{path}: a value that no rollout file holds ({type(error).__name__}: {error})"
+            f"{path}: a value that no rollout file holds ({type(error).__name__}: {error}): "
             "was it written by recipe=rollout or `write_collection`?"
         ) from error
     known = metadata.layout or layout
@@ -101,6 +89,7 @@ def read_collection(
         source=str(path),
         model=metadata.model,
         tokenizer=metadata.tokenizer,
+        sampling=metadata.sampling,
         notes=(note,) if has_routes and not require_routes else (),
     )
 
@@ -153,6 +142,15 @@ def _all_layers(metadata: Metadata, records: list[Record], *, num_layers: int | 
     return found
 
 
+def has_reference(path: Path) -> bool:
+    """Whether the first sample of a file has reference log-probs; no other sample is read."""
+    if path.suffix == ".parquet":
+        return first_has(path, column="ref_logprobs")
+    with path.open(encoding="utf-8-sig") as lines:
+        rows = (json.loads(line) for line in lines if line.strip())
+        return next((row.get("ref_logprobs") is not None for row in rows if set(row) != {"meta"}), False)
+
+
 def write_collection(collection: Collection, path: str | Path) -> None:
     """Write `collection` to a .parquet or .jsonl file. The name appears only when the file is complete."""
     path = Path(path)
@@ -187,7 +185,7 @@ def _read_jsonl(path: Path, require_routes: bool) -> tuple[Metadata, list[Record
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise Refusal(f"{path}: not UTF-8 text: {error}") from None
-    known = (*(column.name for column in COLUMNS), "routes")
+    known = (*(entry.column for entry in COLUMNS), "routes")
     metadata, records, has_routes = Metadata(), [], False
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -218,7 +216,7 @@ def _write_jsonl(collection: Collection, path: Path) -> None:
         if meta:
             file.write(json.dumps({"meta": meta}) + "\n")
         for sample in collection.samples:
-            line = {column.name: _plain(getattr(sample, column.attribute)) for column in columns}
+            line = {entry.column: _plain(getattr(sample, entry.name)) for entry in columns}
             if sample.routes is not None:
                 line["routes"] = sample.routes.tolist()
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,8 +1,8 @@
 """Rollout files in parquet: per-token lists as arrays, routes as bytes, metadata as one JSON key.
 
-Owns the Arrow types of `columns.COLUMNS`. Refuses a file that is cut or damaged (pages carry checksums) and
-unknown, missing or mistyped columns, all at once. Rows become `Record`s; what they may hold is judged
-elsewhere.
+Owns the Arrow types of the kinds of a sample's fields. Refuses a file that is cut or damaged (pages carry
+checksums) and unknown, missing or mistyped columns, all at once. Rows become `Record`s, whose contents are
+judged elsewhere.
 """
 
 from __future__ import annotations
@@ -18,19 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from olmo_rl.data.columns import (
-    COLUMNS,
-    ROUTE_COLUMNS,
-    Column,
-    Kind,
-    Metadata,
-    Record,
-    describe,
-    metadata_of,
-    unknown_name,
-    written_columns,
-)
-from olmo_rl.types import Collection, Refusal, Sample
+from olmo_rl.data.columns import COLUMNS, ROUTE_COLUMNS, Record, written_columns
+from olmo_rl.data.metadata import Metadata, describe, metadata_of, unknown_name
+from olmo_rl.types import Collection, Kind, Refusal, Sample, SampleField
 
 _METADATA_KEY = b"olmo_rl"
 _ROW_GROUP = 64  # samples written at once, so that routes are never held twice
@@ -70,9 +60,9 @@ def read_parquet(path: Path, require_routes: bool) -> tuple[Metadata, list[Recor
             raise
         raise Refusal(f"{path}: the metadata key 'olmo_rl' is not JSON: {error}") from None
     cells: dict[str, list[Any]] = {}
-    for column in COLUMNS:
-        if column.name in table.column_names:
-            cells[column.name] = _cells(table[column.name], column)
+    for entry in COLUMNS:
+        if entry.column in table.column_names:
+            cells[entry.column] = _cells(table[entry.column], entry.kind)
     if require_routes and has_routes:
         cells["routes"] = [x.as_buffer() if x.is_valid else None for x in table["routes"]]
         cells["routes_shape"] = table["routes_shape"].to_pylist()
@@ -81,25 +71,36 @@ def read_parquet(path: Path, require_routes: bool) -> tuple[Metadata, list[Recor
     return metadata, [Record(where=f"row {i}", cells=row) for i, row in enumerate(rows)], has_routes
 
 
+def first_has(path: Path, *, column: str) -> bool:
+    """Whether the first row of a file that was read before has a value in `column`; reads that column of one
+    row group.
+    """
+    with pq.ParquetFile(path) as file:
+        if column not in file.schema_arrow.names:
+            return False
+        batch = next(file.iter_batches(batch_size=1, columns=[column]), None)
+        return batch is not None and batch[column][0].is_valid
+
+
 def _check_schema(schema: pa.Schema, *, path: Path) -> None:
     """Refuse unknown, missing and mistyped columns, all at once."""
-    known = (*(column.name for column in COLUMNS), *ROUTE_COLUMNS)
+    known = (*(entry.column for entry in COLUMNS), *ROUTE_COLUMNS)
     reasons = [unknown_name(name, known) for name in schema.names if name not in known]
     reasons += [
         f"column {name!r} stands twice" for name in sorted(set(schema.names)) if schema.names.count(name) > 1
     ]
-    for column in COLUMNS:
-        if column.name not in schema.names:
-            if column.required:
-                reasons.append(f"column {column.name!r} is missing")
-        elif column.kind in _ELEMENTS:
-            kind = schema.field(column.name).type
+    for entry in COLUMNS:
+        if entry.column not in schema.names:
+            if entry.required:
+                reasons.append(f"column {entry.column!r} is missing")
+        elif entry.kind.per_token:
+            kind = schema.field(entry.column).type
             listed = (
                 pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
             )
-            if not listed or not any(test(kind.value_type) for test in _ELEMENTS[column.kind]):
+            if not listed or not any(test(kind.value_type) for test in _ELEMENTS[entry.kind]):
                 reasons.append(
-                    f"column {column.name!r} has type {kind}: expected {_ARROW_TYPES[column.kind]}"
+                    f"column {entry.column!r} has type {kind}: expected {_ARROW_TYPES[entry.kind]}"
                 )
     if "routes" in schema.names:
         reasons += [
@@ -114,10 +115,10 @@ def _check_schema(schema: pa.Schema, *, path: Path) -> None:
         raise Refusal([f"{path}: {reason}" for reason in reasons])
 
 
-def _cells(values: pa.ChunkedArray, column: Column) -> list[Any]:
-    if column.kind not in _ELEMENTS:
+def _cells(values: pa.ChunkedArray, kind: Kind) -> list[Any]:
+    if not kind.per_token:
         return values.to_pylist()
-    return list(_lists(values, nullable=column.kind is Kind.logprobs))
+    return list(_lists(values, nullable=kind is Kind.logprobs))
 
 
 def _lists(values: pa.ChunkedArray, *, nullable: bool) -> Iterator[Any]:
@@ -141,7 +142,7 @@ def _lists(values: pa.ChunkedArray, *, nullable: bool) -> Iterator[Any]:
 
 def write_parquet(collection: Collection, path: Path) -> None:
     columns = written_columns(collection)
-    fields = [pa.field(column.name, _ARROW_TYPES[column.kind]) for column in columns]
+    fields = [pa.field(entry.column, _ARROW_TYPES[entry.kind]) for entry in columns]
     routed = any(sample.routes is not None for sample in collection.samples)
     if routed:
         fields += [
@@ -159,20 +160,20 @@ def write_parquet(collection: Collection, path: Path) -> None:
     ) as writer:
         for start in range(0, len(collection.samples), _ROW_GROUP):
             samples = collection.samples[start : start + _ROW_GROUP]
-            arrays = [_arrow(samples, column) for column in columns]
+            arrays = [_arrow(samples, entry) for entry in columns]
             if routed:
                 arrays += _arrow_routes(samples)
             writer.write_batch(pa.record_batch(arrays, schema=writer.schema))
 
 
-def _arrow(samples: Sequence[Sample], column: Column) -> pa.Array:
-    values = [getattr(sample, column.attribute) for sample in samples]
-    kind = _ARROW_TYPES[column.kind]
-    if column.kind not in _ELEMENTS:
+def _arrow(samples: Sequence[Sample], entry: SampleField) -> pa.Array:
+    values = [getattr(sample, entry.name) for sample in samples]
+    kind = _ARROW_TYPES[entry.kind]
+    if not entry.kind.per_token:
         return pa.array(values, type=kind)
     present: list[NDArray[Any]] = [value for value in values if value is not None]
     flat = np.concatenate(present) if present else np.zeros(0)
-    null = ~np.isfinite(flat) if column.kind is Kind.logprobs else None
+    null = ~np.isfinite(flat) if entry.kind is Kind.logprobs else None
     offsets = np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int32)
     missing = pa.array([value is None for value in values])
     return pa.ListArray.from_arrays(

@@ -1,6 +1,7 @@
-"""What a run would refuse in its files, its task and its tokenizer, found before it starts. No torch.
+"""Refusals of a run's files, task and tokenizer, found before it starts. No torch.
 
-`Findings` collects instead of raising, so that everything is told at once.
+Every file is read once and checked whole. `Findings` collects instead of raising, so that all refusals are
+reported at once.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from olmo_rl.config import Config, Overlong, Recipe
+from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
 from olmo_rl.data.chat import ChatRow, render, too_long
 from olmo_rl.data.chat_files import open_chat, rows_in_order
-from olmo_rl.data.files import check_layout, collection_paths, read_collection
+from olmo_rl.data.files import collection_paths, has_reference, read_collection
 from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tasks import Problem, build_task, demonstration
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
+from olmo_rl.data.validation import check_layout, check_sampling
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.types import Collection, Refusal, Topology
 
@@ -30,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """What was refused, and what the files hold."""
+    """The refusals, and counts of the files."""
 
     reasons: list[str] = field(default_factory=list)
     files: int = 0
@@ -40,6 +45,7 @@ class Findings:
     most_updates: int = 0  # of one file
     notes: list[str] = field(default_factory=list)
     references: dict[bool, Path] = field(default_factory=dict)  # carried or not -> the first such file
+    unknown_sampling: list[Path] = field(default_factory=list)  # files without a recorded temperature
 
     def collect(self, job: Callable[[], T]) -> T | None:
         """What `job` returns; None where it is refused, and why goes to `reasons`."""
@@ -51,7 +57,9 @@ class Findings:
 
 
 def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
-    """Read every collection as training would; `plan` also forms its packs, which needs a sound topology."""
+    """Read every collection once, as training would; `plan` also filters it and forms its packs, which needs
+    a sound topology.
+    """
     path = config.rollouts.path
     if config.generates or path is None:
         return
@@ -64,6 +72,8 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
         findings.longest = max(findings.longest, int(collection.lengths.max()))
         findings.notes.extend(collection.notes)
         findings.references.setdefault(collection.samples[0].ref_logprobs is not None, file)
+        if collection.sampling.temperature is None:
+            findings.unknown_sampling.append(file)
         if plan:
             updates = findings.collect(partial(_plan, collection, config=config)) or 0
             findings.updates += updates
@@ -73,10 +83,18 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
             f"{findings.references[True]} carries ref_logprobs, {findings.references[False]} does not: "
             f"loss.kl_coef={config.loss.kl_coef} would mix both. Record them in all files, or in none"
         )
+    if findings.unknown_sampling:
+        findings.notes.append(
+            unknown_sampling(findings.unknown_sampling[0], files=len(findings.unknown_sampling))
+        )
     if plan and findings.files and not findings.updates and not findings.reasons:
+        filters = [
+            f"batch.{n}" for n in ("filter_zero_variance", "filter_truncated") if getattr(config.batch, n)
+        ]
         findings.reasons.append(
             f"{path}: no collection holds the batch.samples_per_step={config.batch.samples_per_step} samples "
-            "of one update: lower it"
+            "of one update"
+            + (f" after {' and '.join(filters)}: lower it, or leave filters out" if filters else ": lower it")
         )
 
 
@@ -194,9 +212,20 @@ def read_for(config: Config, *, path: Path) -> Collection:
         num_layers=len(model.layer_types),
     )
     check_layout(collection, expected=model.expert_layout, replay=replay, max_seq_len=model.max_seq_len)
+    if config.recipe is not Recipe.score:
+        check_sampling(collection)
     if config.loss.kl_coef != 0:
         _check_reference(collection, config=config, path=path)
     return collection
+
+
+def unknown_sampling(path: Path, *, files: int = 1) -> str:
+    """The note about files that do not record how their tokens were drawn."""
+    more = f" (and {files - 1} more files)" if files > 1 else ""
+    return (
+        f"{path}{more}: sampling settings are unknown; training takes its tokens as drawn at temperature 1 "
+        "from the whole vocabulary"
+    )
 
 
 def _check_reference(collection: Collection, *, config: Config, path: Path) -> None:
@@ -215,26 +244,27 @@ def _check_reference(collection: Collection, *, config: Config, path: Path) -> N
 
 
 def carries_reference(config: Config) -> bool:
-    """Whether recorded files bring the log-probs of their reference: the first file tells, all are alike."""
+    """Whether recorded files carry the log-probs of their reference: all do or none, so the first is read."""
     assert config.rollouts.path is not None, "refusals require rollouts.path for rollouts=files"
-    first = read_for(config, path=collection_paths(config.rollouts.path)[0])
-    return first.samples[0].ref_logprobs is not None
+    return has_reference(collection_paths(config.rollouts.path)[0])
 
 
 def _plan(collection: Collection, *, config: Config) -> int:
-    """Complete updates of one collection, each packed in order, so that what does not fit is named."""
+    """Updates of the samples that the filters leave of one collection, each packed in order, so that a sample
+    that does not fit is named.
+    """
     topology, where = Topology(config.world_size, config.ep_degree), collection.source
-    lengths = collection.lengths
-    blocks, _ = cut_into_steps(
-        len(lengths),
-        samples_per_step=config.batch.samples_per_step,
-        world_size=topology.world_size,
-        source=where,
-    )
+    assign_advantages(collection.samples, normalize=config.loss.normalize_advantages)
+    samples, _ = filter_samples(collection.samples, config=config.batch)
+    size, count = config.batch.samples_per_step, len(samples)
+    if size is None and count < len(collection.samples):
+        count -= count % topology.world_size
+    blocks, _ = cut_into_steps(count, samples_per_step=size, world_size=topology.world_size, source=where)
+    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     for block in blocks:
-        ids = [collection.samples[i].id for i in block]
+        ids = [samples[i].id for i in block]
         if config.packed:
             plan_step(lengths[block], budget=config.budget, topology=topology, ids=ids, source=where)
         else:
             unpacked_plan(lengths[block], topology=topology, ids=ids, source=where)
-    return len(blocks)
+    return sum(can_train([samples[i] for i in block]) for block in blocks)

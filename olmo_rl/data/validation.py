@@ -1,5 +1,4 @@
-"""What a recorded sample must be before anything may train on it. Owns the checks; `files.py` owns the
-formats.
+"""The checks that a recorded sample passes before anything trains on it; `files.py` owns the formats.
 
 Every check raises Refusal with the position, layer or row at fault; the reader adds file, line and sample id.
 Nothing is repaired: no array is padded or cut, no route is replaced. NumPy only, and vectorised, because a
@@ -10,10 +9,12 @@ Shapes: T tokens of one sample, L routed layers, K experts per token; routes [T-
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.types import Collection, ExpertLayout, Refusal, Sample
+from olmo_rl.types import FIELDS, Collection, ExpertLayout, Kind, Refusal, Sample, Sampling
 
 _LARGEST_TOKEN = np.iinfo(np.int32).max
 # Ids per block of the route checks: a block and its scratch stay in the processor's cache.
@@ -38,9 +39,9 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
                 f"loss_mask is true at position {_first(stray)} where response_mask is false: only tokens "
                 "that the policy generated can be trained"
             )
-    _check_logprobs(sample.behavior_logprobs, name="behavior_logprobs", active=sample.scored)
-    if sample.ref_logprobs is not None:
-        _check_logprobs(sample.ref_logprobs, name="ref_logprobs", active=sample.scored)
+    for entry in FIELDS:
+        if entry.kind is Kind.logprobs and (values := getattr(sample, entry.name)) is not None:
+            _check_logprobs(values, name=entry.name, active=sample.scored)
     if not np.isfinite(sample.reward):
         raise Refusal(
             f"reward is {sample.reward}: a failed reward call must be repaired or its sample left out"
@@ -50,11 +51,11 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
 
 
 def _check_aligned(sample: Sample, length: int) -> None:
-    for name in ("response_mask", "behavior_logprobs", "loss_mask", "ref_logprobs"):
-        values = getattr(sample, name)
-        if values is not None and len(values) != length:
+    for entry in FIELDS:
+        values = getattr(sample, entry.name)
+        if entry.kind.per_token and values is not None and len(values) != length:
             raise Refusal(
-                f"{name} has {len(values)} entries, tokens has {length}: "
+                f"{entry.name} has {len(values)} entries, tokens has {length}: "
                 "per-token arrays are neither padded nor cut"
             )
 
@@ -83,6 +84,20 @@ def _check_logprobs(values: NDArray[np.floating], *, name: str, active: NDArray[
             f"{name}[{t}] is {values[t]} in an active slot: null, NaN and infinity are allowed only where "
             "the token is not scored; mask the token or leave the sample out"
         )
+
+
+def without_surplus(routes: NDArray[np.integer], *, tokens: int) -> tuple[NDArray[np.integer], int]:
+    """Recorded routes as [T-1, L, K], and how many rows were dropped: the row of the last token, which some
+    programs record although no decision follows it. Any other number of rows is refused: which token a row
+    belongs to would be a guess.
+    """
+    surplus = len(routes) - (tokens - 1)
+    if surplus not in (0, 1):
+        raise Refusal(
+            f"{len(routes)} route rows for {tokens} tokens: expected {tokens - 1}, or {tokens} where the "
+            "last token has one too: record routes of the whole sample, and cut them together with its tokens"
+        )
+    return routes[: tokens - 1], surplus
 
 
 def checked_routes(
@@ -195,6 +210,18 @@ def check_layout(
             )
     if reasons:
         raise Refusal(reasons)
+
+
+def check_sampling(collection: Collection) -> None:
+    """Refuse a collection whose tokens were drawn from another distribution than the one that is trained."""
+    deviations = collection.sampling.deviations()
+    if deviations:
+        settings = ", ".join(f"{name}={value:g}" for name, value in deviations.items())
+        neutral = ", ".join(f"{entry.name}={entry.metadata['neutral'][0]:g}" for entry in fields(Sampling))
+        raise Refusal(
+            f"{collection.source}: tokens were drawn with {settings}, training computes probabilities at "
+            f"temperature 1 over the whole vocabulary: generate with {neutral}"
+        )
 
 
 def _show(value: int | tuple[int, ...]) -> str:

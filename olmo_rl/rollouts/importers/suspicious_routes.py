@@ -1,8 +1,8 @@
-"""What looks wrong in recorded routes before anybody replays them. Owns the suspicion, not the verdict.
+"""Counts of suspicious rows in recorded routes, for the report of an import.
 
-`data/validation.py` refuses what cannot be replayed; here captures are looked at as a whole, because a broken
-hook leaves patterns: spans of zeros, one row again and again, rows that were never filled, ids of physical
-slots. Shapes: R rows of one sample, L layers, K experts per token.
+`data/validation.py` refuses routes that cannot be replayed; this file counts the patterns that a broken hook
+leaves: spans of zeros, one row again and again, rows that were never filled, ids of physical slots. Shapes: R
+rows of one sample, L layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Capture:
 
     @property
     def replayable(self) -> bool:
-        """Whether nothing stands against replaying these rows; the first two may be what happened."""
+        """Whether these rows can be replayed: the first two patterns may be real."""
         return not (self.unfilled or self.out_of_range or self.duplicated)
 
     def counts(self) -> Iterator[tuple[str, int]]:
-        """What was found, by name."""
+        """The counts that are not 0, by name."""
         for field in fields(self):
             if count := getattr(self, field.name):
                 yield field.name, count
