@@ -859,8 +859,7 @@ class ImportsConfig:
 
     source: str | None = key(
         None,
-        "the program that recorded imports.path, such as slime or vllm (another name lists all), or a reader "
-        "of your own as package.module:function",
+        "program that recorded imports.path (a wrong name lists all), or package.module:function",
         needs=_IMPORTS,
         was="source",
     )

@@ -42,8 +42,8 @@ class Interrupted(SystemExit):
 class RankFailed(RuntimeError):
     """A process that we started for one rank failed.
 
-    The message holds that process's traceback, or `signum` is what killed it. The traceback of the process
-    that raises this says nothing more: print the message alone.
+    The message is that process's traceback, or `signum` the signal that killed it. The traceback of the
+    process that raises this adds nothing: print the message alone.
     """
 
     def __init__(self, message: str, *, signum: int | None = None) -> None:
@@ -179,8 +179,8 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertLayout:
-    """What routes refer to: `num_experts` logical experts, `top_k` of them per token, in `routed_layers`
-    (global ids).
+    """The experts that routes refer to: `num_experts` logical experts, `top_k` of them per token, in
+    `routed_layers` (global ids).
     """
 
     num_experts: int
@@ -193,7 +193,7 @@ class Padding:
     """Static rows: a pack becomes a row of the next multiple of `multiple_of` tokens; 1 = no pads.
 
     Pads repeat the pack's own documents. Where none of them may be repeated, pads hold the token `pad_id`,
-    and `experts` says what their routes refer to if routes are not replayed (None without experts).
+    and their routes refer to `experts` if routes are not replayed (None without experts).
     """
 
     multiple_of: int = 1
@@ -214,8 +214,8 @@ NO_PADDING = Padding()
 
 @dataclass(kw_only=True, slots=True)
 class Collection:
-    """What a rollout source delivers at once. `layout` is None where no expert metadata exists (length-only
-    files).
+    """The samples that a rollout source delivers at once. `layout` is None where no expert metadata exists
+    (length-only files).
 
     `sampling`: how its tokens were drawn. `notes`: one line for the user about each thing that was there and
     is not used. `counts`: what happened on the way, by metric name, over all ranks.

@@ -414,7 +414,7 @@ def test_text_that_is_not_json_is_refused_by_line(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_bytes(b"\xff\xfe{}")
     assert "not UTF-8" in refusal(tmp_path / "f.jsonl")
     (tmp_path / "f.jsonl").write_text("")
-    assert "holds no samples" in refusal(tmp_path / "f.jsonl", require_routes=False)
+    assert "contains no samples" in refusal(tmp_path / "f.jsonl", require_routes=False)
 
 
 def rewrite(path: Path, **columns: pa.Array | None) -> Path:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from composing import compose_fast
 
-from olmo_rl.config import Config
+from olmo_rl.collections.sources import sampling_of
+from olmo_rl.config import Config, RolloutsConfig, Source
 from olmo_rl.data.files import has_reference, read_collection, write_collection
 from olmo_rl.data.preflight import Findings, look_into_files, refuse_files
 from olmo_rl.types import Collection, Refusal, Sample, Sampling
@@ -87,6 +88,15 @@ def test_neutral_settings_are_trained_and_unknown_ones_are_noted_once(tmp_path: 
     (note,) = found.notes
     assert note.startswith(f"{tmp_path / 'b.parquet'} (and 1 more files): sampling settings are unknown")
     assert look(tmp_path / "a.parquet").notes == []
+
+
+def test_collections_carry_the_settings_under_which_their_engine_drew() -> None:
+    local = sampling_of(RolloutsConfig(source=Source.local))
+    assert (local.deviations(), len(local.known())) == ({}, 7)
+    cool = sampling_of(RolloutsConfig(source=Source.local, temperature=0.5, top_p=0.9))
+    assert cool.deviations() == {"temperature": 0.5, "top_p": 0.9}
+    served = sampling_of(RolloutsConfig(source=Source.vllm))
+    assert served.known() == {"temperature": 1.0, "top_p": 1.0}, "the engine fills in what is not sent"
 
 
 def test_updates_are_counted_after_the_filters(tmp_path: Path) -> None:

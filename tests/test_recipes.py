@@ -160,6 +160,10 @@ def test_two_ranks_write_rollouts_of_a_task_with_the_users_own_verifier(rolled: 
     assert files_of(place / "outputs" / "r") == HYDRA_FILES | written
     collections = samples(place)
     assert [len(collection) for collection in collections] == [64, 64]
+    first = collection_paths(place / "outputs" / "r" / "rollouts")[0]
+    sampling = read_collection(first, require_routes=True).sampling
+    assert sampling.temperature == 1.0
+    assert sampling.deviations() == {}
     for sample in (sample for collection in collections for sample in collection):
         assert sample.response is not None
         assert sample.reward == len(sample.response) % 2

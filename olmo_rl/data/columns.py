@@ -72,8 +72,8 @@ def sample_of(record: Record) -> Sample:
 def converted(value: Any, *, kind: Kind, name: str) -> Any:
     """`value` as a field of `kind` holds it; `name` opens the message of a Refusal.
 
-    Per-token values may be lists, tuples, tensors or arrays. What is no array of one axis and of a dtype of
-    the kind is judged element by element.
+    Per-token values may be lists, tuples, tensors or arrays; anything but an array of one axis and of a dtype
+    of the kind is checked element by element.
     """
     if kind.per_token:
         if isinstance(value, tuple):

@@ -50,8 +50,8 @@ def read_collection(
     """Read and check one file.
 
     `require_routes` (replay): every sample must carry routes; they are checked against the file's metadata,
-    or against `layout` (the model's) where the file has none. Without it routes are not read, and `notes`
-    says so if there are any. `vocab_size`: refuse larger token ids. `num_layers`: layers of the model, which
+    or against `layout` (the model's) where the file has none. Without it routes are not read, which `notes`
+    reports if there are any. `vocab_size`: refuse larger token ids. `num_layers`: layers of the model, which
     an axis over all layers must have. Raises Refusal with one reason per faulty sample.
     """
     path = Path(path)
@@ -63,14 +63,14 @@ def read_collection(
         metadata, records, has_routes = read(path, require_routes)
     except (KeyError, TypeError, OverflowError, RecursionError, UnicodeDecodeError) as error:
         raise Refusal(
-            f"{path}: a value that no rollout file holds ({type(error).__name__}: {error}): "
+            f"{path}: a value that no rollout file contains ({type(error).__name__}: {error}): "
             "was it written by recipe=rollout or `write_collection`?"
         ) from error
     known = metadata.layout or layout
     if require_routes and known is None:
         raise Refusal(
             f"{path}: routes are needed (policy.replay=true), but neither the file's metadata nor the model "
-            "says num_experts, top_k and routed_layers: add the metadata or set policy.replay=false"
+            "has num_experts, top_k and routed_layers: add the metadata or set policy.replay=false"
         )
     all_layers = None
     if require_routes and metadata.all_layers:
@@ -125,7 +125,7 @@ def _samples(
         more = len(reasons) - _REPORTED
         raise Refusal(reasons[:_REPORTED] + ([f"{path}: and {more} more faulty samples"] if more > 0 else []))
     if not samples:
-        raise Refusal(f"{path}: the file holds no samples")
+        raise Refusal(f"{path}: the file contains no samples")
     return samples
 
 

@@ -1,7 +1,7 @@
-"""Lines of JSON that people write by hand: what `json` raises becomes one Refusal that says where. No torch.
+"""Lines of JSON that people write by hand: an error of `json` becomes one Refusal with its place. No torch.
 
-Refuses what is no JSON, what nests deeper than the parser goes, and text that no file can hold again (half of
-a surrogate pair, which JSON can spell as \\ud800).
+Refuses invalid JSON, nesting deeper than the parser goes, and text that cannot be encoded (half of a
+surrogate pair, which JSON can spell as \\ud800).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from olmo_rl.types import Refusal
 
 
 def parse_line(line: bytes | str, *, where: str) -> object:
-    """The value that one line holds; `where` (file and line) opens the message of a Refusal."""
+    """The value of one line; `where` (file and line) opens the message of a Refusal."""
     try:
         return json.loads(line)
     except ValueError as error:
@@ -22,7 +22,7 @@ def parse_line(line: bytes | str, *, where: str) -> object:
 
 
 def text_fault(text: str) -> str | None:
-    """What keeps `text` from being encoded; None where nothing does."""
+    """The reason why `text` cannot be encoded; None where it can."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

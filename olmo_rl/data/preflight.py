@@ -48,7 +48,7 @@ class Findings:
     unknown_sampling: list[Path] = field(default_factory=list)  # files without a recorded temperature
 
     def collect(self, job: Callable[[], T]) -> T | None:
-        """What `job` returns; None where it is refused, and why goes to `reasons`."""
+        """The result of `job`; None where it is refused, with its reasons added to `reasons`."""
         try:
             return job()
         except Refusal as refusal:
@@ -181,7 +181,7 @@ def look_into_chat(config: Config, findings: Findings) -> None:
         )
         if not any(tokenizer.eos_id in tokens[trained] for _, (tokens, trained) in rendered):
             findings.notes.append(
-                f"{key}: no turn of the assistant holds the tokenizer's end of sequence: nothing teaches the "
+                f"{key}: no turn of the assistant holds the tokenizer's end of sequence: nothing trains the "
                 "policy to stop"
             )
 
@@ -229,7 +229,7 @@ def unknown_sampling(path: Path, *, files: int = 1) -> str:
 
 
 def _check_reference(collection: Collection, *, config: Config, path: Path) -> None:
-    """A file brings reference log-probs for all of its samples or for none, and then instead of a model."""
+    """A file has reference log-probs for all of its samples or for none; they replace a reference model."""
     missing = [sample.id for sample in collection.samples if sample.ref_logprobs is None]
     if missing and len(missing) < len(collection.samples):
         raise Refusal(

@@ -61,7 +61,7 @@ def _check_aligned(sample: Sample, length: int) -> None:
 
 
 def check_tokens(tokens: NDArray[np.integer], *, vocab_size: int | None) -> None:
-    """Refuse token ids that no vocabulary (or not this one) holds."""
+    """Refuse token ids outside of the vocabulary, or of int32 where none is given."""
     limit = _LARGEST_TOKEN + 1 if vocab_size is None else vocab_size
     bad = (tokens < 0) | (tokens >= limit)
     if bad.any():
