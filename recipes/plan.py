@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from olmo_rl.config import BalanceKind, Config
+from olmo_rl.config import Config
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.planning.cost_model import read_cost_model
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.planning.pads import Pads
 from olmo_rl.planning.pictures import draw_loads, draw_packs
 from olmo_rl.planning.placement import ExpertTotals, write_placement
-from olmo_rl.planning.report import Block, describe_step, print_report, scoring_remark, write_plan
-from olmo_rl.planning.schedule import StepInput, schedule_step, step_loads
+from olmo_rl.planning.report import ReportedStep, print_report, report_step, scoring_remark, write_plan
+from olmo_rl.planning.schedule import StepInput, known_schedule, schedule_step, step_loads
 from olmo_rl.planning.search import compile_kernels
 from olmo_rl.planning.synthetic import LONGEST, synthetic_collection
 from olmo_rl.types import Collection, Refusal, Sample, Topology
@@ -30,7 +30,7 @@ def run(config: Config) -> None:
     compile_kernels(config.balance, layout=layout, topology=topology)
     started = time.perf_counter()
     budget = config.budget if config.packed else None
-    blocks: list[Block] = []
+    planned: list[ReportedStep] = []
     model = None if config.balance.cost_model is None else read_cost_model(config.balance.cost_model)
     if model is not None:
         model.check(topology)
@@ -50,23 +50,27 @@ def run(config: Config) -> None:
         most = max(most, len(steps))
         for positions in steps:
             samples = [collection.samples[i] for i in positions]
-            block, step = plan_step_of(samples, collection=collection, number=len(blocks), config=config)
+            reported, step = plan_step_of(samples, collection=collection, number=len(planned), config=config)
             given = given or [step]  # of the first step, for its picture
-            blocks.append(block)
+            planned.append(reported)
             if step.loads is not None and collection.layout is not None and topology.ep_degree > 1:
                 experts.add(samples, layout=collection.layout)
         tail += [collection.samples[i].id for i in rest]
-    if not blocks:
+    if not planned:
         raise Refusal(
             f"batch.samples_per_step={config.batch.samples_per_step}: no collection holds a complete step "
             f"({len(tail)} samples in all): lower it, or set it to null for one step per file"
         )
-    notes += [] if model is None else list(model.lines([(b.step, b.before, b.after) for b in blocks]))
-    directory, first = Path(config.run_dir), blocks[0]
+    notes += (
+        []
+        if model is None
+        else list(model.lines([(p.number, p.schedule.before, p.schedule.after) for p in planned]))
+    )
+    directory, first = Path(config.run_dir), planned[0]
     written = [directory / "plan.json", directory / "packs.png"]
-    write_plan(blocks, topology=topology, budget=budget, untouched_tail=tail, path=written[0])
+    write_plan(planned, topology=topology, budget=budget, untouched_tail=tail, path=written[0])
     draw_packs(
-        first.plan,
+        first.schedule.plan,
         lengths=first.lengths,
         budget=budget,
         path=written[1],
@@ -74,10 +78,10 @@ def run(config: Config) -> None:
         title="Optimizer step 0",
     )
     loads, pads = given[0].loads, given[0].pads
-    if loads is not None and first.plan.search is not None:
+    if loads is not None and first.schedule.plan.search is not None:
         arrival = plan_step(first.lengths, budget=config.budget, topology=topology)
         written.append(directory / "loads.png")
-        draw_loads(arrival, first.plan, loads=loads, topology=topology, path=written[-1], pads=pads)
+        draw_loads(arrival, first.schedule.plan, loads=loads, topology=topology, path=written[-1], pads=pads)
     if experts.known:
         placement, layers = experts.placement()
         notes.append(
@@ -89,7 +93,7 @@ def run(config: Config) -> None:
             write_placement(placement, layers=layers, topology=topology, path=written[-1])
     notes += remarks(config, steps_per_collection=most)
     notes.append(f"{time.perf_counter() - started:.1f} s. Written: {', '.join(map(str, written))}")
-    print_report(blocks, topology=topology, budget=budget, untouched_tail=tail, notes=notes)
+    print_report(planned, topology=topology, budget=budget, untouched_tail=tail, notes=notes)
 
 
 def read_collections(config: Config) -> Iterator[Collection]:
@@ -113,7 +117,7 @@ def read_collections(config: Config) -> Iterator[Collection]:
 
 def plan_step_of(
     samples: list[Sample], *, collection: Collection, number: int, config: Config
-) -> tuple[Block, StepInput]:
+) -> tuple[ReportedStep, StepInput]:
     """The plan of optimizer step `number` and what it costs, and what it was planned from."""
     topology, budget = Topology(config.world_size, config.ep_degree), config.budget
     ids, source = [sample.id for sample in samples], collection.source
@@ -139,25 +143,12 @@ def plan_step_of(
     )
     seconds = {"count": time.perf_counter() - began}
     if config.packed:
-        arrival = plan_step(lengths, budget=budget, topology=topology, ids=ids, source=source)
+        schedule = schedule_step(given)
     else:
-        arrival = unpacked_plan(lengths, topology=topology, ids=ids, source=source)
-    plan, start = arrival, None
-    if config.balance.kind is not BalanceKind.none:
-        found = schedule_step(given)
-        plan, start, seconds = found.plan, found.start, seconds | found.seconds
-    block = describe_step(
-        plan,
-        step=number,
-        ids=ids,
-        lengths=lengths,
-        loads=loads,
-        arrival=arrival,
-        topology=topology,
-        budget=budget if config.packed else None,
-        pads=given.pads,
-    )
-    return replace(block, start=start, seconds=seconds), given
+        plan = unpacked_plan(lengths, topology=topology, ids=ids, source=source)
+        schedule = known_schedule(plan, step=given, arrival=plan, seconds={})
+    schedule = replace(schedule, seconds=seconds | schedule.seconds)
+    return report_step(schedule, given=given, number=number, packed=config.packed), given
 
 
 def remarks(config: Config, *, steps_per_collection: int) -> Iterator[str]:

@@ -39,11 +39,12 @@ from olmo_rl.planning.objective import measure, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.pictures import PADS, column_loads, draw_packs
 from olmo_rl.planning.report import (
-    describe_step,
     plan_document,
     print_report,
+    report_step,
     scoring_remark,
 )
+from olmo_rl.planning.schedule import StepInput, known_schedule
 from olmo_rl.planning.synthetic import (
     DOMAINS,
     draw_lengths,
@@ -315,17 +316,17 @@ def test_a_searched_plan_is_reported_beside_the_order_of_arrival(capsys: pytest.
     arrival = plan_step(lengths, budget=10, topology=topology)
     log = SearchLog(seed=7, proposals=5, accepted=1, stop_reason="bounds", rejected={"pair_work": 2})
     better = PackPlan(packs=(((0, 1),), ((2, 3),)), search=log)
-    block = describe_step(
-        better,
-        step=0,
-        ids=["a", "b", "c", "d"],
+    given = StepInput(
         lengths=lengths,
+        ids=["a", "b", "c", "d"],
         loads=None,
-        arrival=arrival,
-        topology=topology,
         budget=10,
+        topology=topology,
+        balance=BalanceConfig(kind=BalanceKind.anneal),
     )
-    document = plan_document([block], topology=topology, budget=10, untouched_tail=[])["blocks"][0]
+    schedule = known_schedule(better, step=given, arrival=arrival, seconds={}, start="length_rows")
+    step = report_step(schedule, given=given, number=0, packed=True)
+    document = plan_document([step], topology=topology, budget=10, untouched_tail=[])["blocks"][0]
     assert document["ranks"] == [[["a", "b"]], [["c", "d"]]]
     works = [
         (document[x]["token_work"], document[x]["pair_work"]) for x in ("before", "after", "lower_bounds")
@@ -340,12 +341,12 @@ def test_a_searched_plan_is_reported_beside_the_order_of_arrival(capsys: pytest.
         "stop_reason": "bounds",
         "rejected": {"pair_work": 2},
     }
-    print_report([block], topology=topology, budget=10, untouched_tail=[], notes=["[not markup] 3 %"])
+    print_report([step], topology=topology, budget=10, untouched_tail=[], notes=["[not markup] 3 %"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["0", "arrival", "88.4%", "2", "x", "2", "1.0", "0.500", "18", "+80%", "162", "+98%"] in rows
     assert ["planned", "0.0%", "2", "x", "1", "2.0", "1.000", "10", "+0%", "82", "+0%"] in rows
     assert ["bound", "0.0%", "2", "x", "1", "10", "82"] in rows
-    log = "Step 0: 5 proposals, 1 accepted, stopped by bounds; rejected by pair_work 2"
+    log = "Step 0: start length_rows, 5 proposals, 1 accepted, stopped by bounds; rejected by pair_work 2"
     assert log.split() in rows
     assert ["[not", "markup]", "3", "%"] in rows
 

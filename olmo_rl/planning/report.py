@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,70 +22,45 @@ from rich.console import Console
 from rich.table import Table
 
 from olmo_rl.config import Config, ScoringMode
-from olmo_rl.planning.objective import Bounds, Work, gap, lower_bounds, measure
-from olmo_rl.planning.pads import Pads
-from olmo_rl.types import PackPlan, Topology
+from olmo_rl.planning.objective import Work, gap
+from olmo_rl.planning.schedule import Schedule, StepInput
+from olmo_rl.types import Topology
 
 _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """One planned optimizer step. `before` is the work of the order of arrival, `after` that of `plan`;
-    `start` and `seconds` are told by a search. `padded_tokens`: rows of all packs, None without pads.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReportedStep:
+    """One planned optimizer step. `fill`: real tokens over the budget of all packs, None without packing;
+    `padded_tokens`: rows of all packs, None without padding.
     """
 
-    step: int
-    ids: tuple[str, ...]
+    number: int
+    ids: Sequence[str]
     lengths: NDArray[np.int64]
-    plan: PackPlan
-    before: Work
-    after: Work
-    bounds: Bounds
+    schedule: Schedule
     fill: float | None
-    padded_tokens: int | None = None
-    start: str | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
+    padded_tokens: int | None
 
 
-def describe_step(
-    plan: PackPlan,
-    *,
-    step: int,
-    ids: Sequence[str],
-    lengths: NDArray[np.int64],
-    loads: NDArray[np.int32] | None,
-    arrival: PackPlan,
-    topology: Topology,
-    budget: int | None,
-    pads: Pads | None = None,
-) -> Block:
-    """Measure `plan` and the `arrival` plan of the same samples, with their `pads` where rows are padded.
-    `budget` None means packing off.
-    """
-    added = None if pads is None else pads.work(plan)
-    at_first = added if pads is None or plan is arrival else pads.work(arrival)
-    tokens = int(lengths.sum())
-    bounds = lower_bounds(
-        lengths=lengths, loads=loads, topology=topology, budget=budget or int(lengths.max())
-    )
-    if budget is None:
-        bounds = replace(bounds, packs_per_rank=len(ids) // topology.world_size)
-    return Block(
-        step=step,
-        ids=tuple(ids),
-        lengths=lengths,
-        plan=plan,
-        before=measure(arrival, lengths=lengths, loads=loads, topology=topology, pads=at_first),
-        after=measure(plan, lengths=lengths, loads=loads, topology=topology, pads=added),
-        bounds=bounds,
-        fill=None if budget is None else tokens / (topology.world_size * plan.packs_per_rank * budget),
-        padded_tokens=None if added is None else tokens + int(added.rows.sum()),
+def report_step(schedule: Schedule, *, given: StepInput, number: int, packed: bool) -> ReportedStep:
+    """What a report shows of the `schedule` of `given`; without packing every sample is a pack."""
+    world, tokens, plan = given.topology.world_size, int(given.lengths.sum()), schedule.plan
+    if not packed:
+        bounds = replace(schedule.bounds, packs_per_rank=len(given.ids) // world)
+        schedule = replace(schedule, bounds=bounds)
+    return ReportedStep(
+        number=number,
+        ids=given.ids,
+        lengths=given.lengths,
+        schedule=schedule,
+        fill=tokens / (world * plan.packs_per_rank * given.budget) if packed else None,
+        padded_tokens=None if given.pads is None else tokens + int(given.pads.work(plan).rows.sum()),
     )
 
 
 def plan_document(
-    blocks: Sequence[Block], *, topology: Topology, budget: int | None, untouched_tail: Sequence[str]
+    steps: Sequence[ReportedStep], *, topology: Topology, budget: int | None, untouched_tail: Sequence[str]
 ) -> dict[str, Any]:
     """plan.json as a dictionary: packs as sample ids, work before and after, bounds, search log."""
     return {
@@ -94,17 +69,19 @@ def plan_document(
         "budget": budget,
         "blocks": [
             {
-                "step": block.step,
-                "ranks": [[[block.ids[i] for i in pack] for pack in rank] for rank in block.plan.packs],
-                "packs_per_rank": block.plan.packs_per_rank,
-                "fill": _rounded(block.fill),
-                "before": {name: _rounded(value) for name, value in asdict(block.before).items()},
-                "after": {name: _rounded(value) for name, value in asdict(block.after).items()},
-                "lower_bounds": asdict(block.bounds),
-                "search": None if block.plan.search is None else asdict(block.plan.search),
+                "step": step.number,
+                "ranks": [
+                    [[step.ids[i] for i in pack] for pack in rank] for rank in step.schedule.plan.packs
+                ],
+                "packs_per_rank": step.schedule.plan.packs_per_rank,
+                "fill": _rounded(step.fill),
+                "before": {name: _rounded(value) for name, value in asdict(step.schedule.before).items()},
+                "after": {name: _rounded(value) for name, value in asdict(step.schedule.after).items()},
+                "lower_bounds": asdict(step.schedule.bounds),
+                "search": None if step.schedule.plan.search is None else asdict(step.schedule.plan.search),
             }
-            | ({} if block.padded_tokens is None else {"padded_tokens": block.padded_tokens})
-            for block in blocks
+            | ({} if step.padded_tokens is None else {"padded_tokens": step.padded_tokens})
+            for step in steps
         ],
         "untouched_tail": list(untouched_tail),
     }
@@ -115,7 +92,7 @@ def _rounded(value: int | float | None) -> int | float | None:
 
 
 def write_plan(
-    blocks: Sequence[Block],
+    steps: Sequence[ReportedStep],
     *,
     topology: Topology,
     budget: int | None,
@@ -123,7 +100,7 @@ def write_plan(
     path: Path,
 ) -> None:
     """Write plan.json; the name appears only when the file is complete."""
-    document = plan_document(blocks, topology=topology, budget=budget, untouched_tail=untouched_tail)
+    document = plan_document(steps, topology=topology, budget=budget, untouched_tail=untouched_tail)
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -146,7 +123,7 @@ def scoring_remark(config: Config, *, steps_in_collection: int) -> str:
 
 
 def print_report(
-    blocks: Sequence[Block],
+    steps: Sequence[ReportedStep],
     *,
     topology: Topology,
     budget: int | None,
@@ -157,9 +134,9 @@ def print_report(
     console = Console(width=None if sys.stdout.isatty() else 100)
     packs = "packing off" if budget is None else f"packs of up to {budget:,} tokens"
     title = f"{topology.world_size} ranks, {topology.num_replicas} x EP {topology.ep_degree}, {packs}"
-    console.print(plan_table(blocks, title=title))
+    console.print(plan_table(steps, title=title))
     console.print("Percentages: above the lower bound, which divides samples and may be out of reach.")
-    for line in (*padding_lines(blocks), *search_lines(blocks)):
+    for line in (*padding_lines(steps), *search_lines(steps)):
         console.print(line, highlight=False, markup=False)
     if untouched_tail:
         console.print(f"Left out: {len(untouched_tail)} samples at the end of collections, no complete step.")
@@ -167,86 +144,86 @@ def print_report(
         console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
-def plan_table(blocks: Sequence[Block], *, title: str) -> Table:
+def plan_table(steps: Sequence[ReportedStep], *, title: str) -> Table:
     """One line per step, three (arrival, planned, bound) where anything was searched.
 
     Gap is that of J, the sum of all work relative to arrival. Samples are those of a mean pack, percentages
     are gaps above the lower bounds.
     """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    searched = any(block.plan.search is not None for block in blocks)
-    experts = any(block.after.expert_work is not None for block in blocks)
+    searched = any(step.schedule.plan.search is not None for step in steps)
+    experts = any(step.schedule.after.expert_work is not None for step in steps)
     table.add_column("step", justify="right")
     if searched:
         table.add_column("order")
     headings = (["gap"] if searched else []) + ["packs", "samples", "fill", "token work", "pair work"]
     for heading in headings + (["expert work", "skew", "worst"] if experts else []):
         table.add_column(heading, justify="right", no_wrap=True)
-    for block in blocks[:_TABLE_STEPS]:
+    for step in steps[:_TABLE_STEPS]:
         if searched:
-            for step, name, work in (
-                (str(block.step), "arrival", block.before),
-                ("", "planned", block.after),
+            for number, name, work in (
+                (str(step.number), "arrival", step.schedule.before),
+                ("", "planned", step.schedule.after),
             ):
-                above = f"{100 * gap(work, bounds=block.bounds, base=block.before):.1f}%"
-                table.add_row(step, name, above, *_cells(block, work, experts=experts))
-            table.add_row("", "bound", "0.0%", *_bound_cells(block, experts=experts))
+                above = f"{100 * gap(work, bounds=step.schedule.bounds, base=step.schedule.before):.1f}%"
+                table.add_row(number, name, above, *_cells(step, work, experts=experts))
+            table.add_row("", "bound", "0.0%", *_bound_cells(step, experts=experts))
         else:
-            table.add_row(str(block.step), *_cells(block, block.after, experts=experts))
-    if len(blocks) > _TABLE_STEPS:
-        table.caption = f"and {len(blocks) - _TABLE_STEPS} more steps in plan.json"
+            table.add_row(str(step.number), *_cells(step, step.schedule.after, experts=experts))
+    if len(steps) > _TABLE_STEPS:
+        table.caption = f"and {len(steps) - _TABLE_STEPS} more steps in plan.json"
     return table
 
 
-def _cells(block: Block, work: Work, *, experts: bool) -> list[str]:
-    ranks, packs = block.plan.world_size, work.packs_per_rank
-    fill = "-" if block.fill is None else f"{block.fill * block.plan.packs_per_rank / packs:.3f}"
+def _cells(step: ReportedStep, work: Work, *, experts: bool) -> list[str]:
+    ranks, packs = step.schedule.plan.world_size, work.packs_per_rank
+    fill = "-" if step.fill is None else f"{step.fill * step.schedule.plan.packs_per_rank / packs:.3f}"
     cells = [
         f"{ranks} x {packs}",
-        f"{len(block.ids) / (ranks * packs):.1f}",
+        f"{len(step.ids) / (ranks * packs):.1f}",
         fill,
-        _above(work.token_work, block.bounds.token_work),
-        _above(work.pair_work, block.bounds.pair_work),
+        _above(work.token_work, step.schedule.bounds.token_work),
+        _above(work.pair_work, step.schedule.bounds.pair_work),
     ]
-    if experts and work.expert_work is not None and block.bounds.expert_work is not None:
+    if experts and work.expert_work is not None and step.schedule.bounds.expert_work is not None:
         cells += [
-            _above(work.expert_work, block.bounds.expert_work),
+            _above(work.expert_work, step.schedule.bounds.expert_work),
             f"{work.skew_mean:.3f}",
             f"{work.skew_max:.3f}",
         ]
     return cells
 
 
-def _bound_cells(block: Block, *, experts: bool) -> list[str]:
-    bounds = block.bounds
-    cells = [f"{block.plan.world_size} x {bounds.packs_per_rank}", "", ""]
+def _bound_cells(step: ReportedStep, *, experts: bool) -> list[str]:
+    bounds = step.schedule.bounds
+    cells = [f"{step.schedule.plan.world_size} x {bounds.packs_per_rank}", "", ""]
     cells += [_short(bounds.token_work), _short(bounds.pair_work)]
     if experts and bounds.expert_work is not None:
         cells += [_short(bounds.expert_work), "", ""]
     return cells
 
 
-def padding_lines(blocks: Sequence[Block]) -> Iterator[str]:
+def padding_lines(steps: Sequence[ReportedStep]) -> Iterator[str]:
     """One line for every padded step: its real tokens and its rows."""
-    for block in blocks[:_TABLE_STEPS]:
-        if block.padded_tokens is not None:
-            tokens = int(block.lengths.sum())
+    for step in steps[:_TABLE_STEPS]:
+        if step.padded_tokens is not None:
+            tokens = int(step.lengths.sum())
             yield (
-                f"Step {block.step}: {tokens:,} tokens in {block.padded_tokens:,} padded rows "
-                f"({tokens / block.padded_tokens:.3f}); work counts pads, bounds do not"
+                f"Step {step.number}: {tokens:,} tokens in {step.padded_tokens:,} padded rows "
+                f"({tokens / step.padded_tokens:.3f}); work counts pads, bounds do not"
             )
 
 
-def search_lines(blocks: Sequence[Block]) -> Iterator[str]:
+def search_lines(steps: Sequence[ReportedStep]) -> Iterator[str]:
     """One line for every searched step: the start, the search log, where the time went."""
-    for block in blocks[:_TABLE_STEPS]:
-        log = block.plan.search
+    for step in steps[:_TABLE_STEPS]:
+        log = step.schedule.plan.search
         if log is None:
             continue
         rejected = ", ".join(f"{name} {count:,}" for name, count in log.rejected.items() if count)
-        split = ", ".join(f"{name} {1000 * value:.1f}" for name, value in block.seconds.items())
+        split = ", ".join(f"{name} {1000 * value:.1f}" for name, value in step.schedule.seconds.items())
         yield (
-            f"Step {block.step}: {f'start {block.start}, ' if block.start else ''}"
+            f"Step {step.number}: {f'start {step.schedule.start}, ' if step.schedule.start else ''}"
             f"{log.proposals:,} proposals, "
             f"{log.accepted:,} accepted, stopped by {log.stop_reason}"
             + (f"; rejected by {rejected}" if rejected else "")
