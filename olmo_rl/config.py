@@ -149,6 +149,18 @@ class Dtype(Choice):
     bfloat16 = "bfloat16"
 
 
+class OptimizerKind(Choice):
+    adamw = "adamw", "AdamW for every weight"
+    muon = "muon", "Muon for the matrices of blocks, AdamW for everything else"
+
+
+class ScheduleKind(Choice):
+    constant = "constant", "optim.lr to the end"
+    linear = "linear", "a straight line to optim.min_lr_ratio"
+    cosine = "cosine", "half a cosine to optim.min_lr_ratio"
+    wsd = "wsd", "constant, then a straight line in the last optim.decay_fraction"
+
+
 class LossKind(Choice):
     grpo = "grpo"
     gspo = "gspo"
@@ -733,16 +745,48 @@ class LossConfig:
     )
 
 
+_DECAYED = Needs(lambda c: c.optim.weight_decay > 0, "without weight decay", "set optim.weight_decay")
+_FALLING = Needs(
+    lambda c: c.optim.schedule is not ScheduleKind.constant,
+    "with a constant rate",
+    "choose optim.schedule=linear, cosine or wsd",
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW with linear warm-up and a constant rate."""
+    """AdamW or Muon with linear warm-up, then a schedule of the learning rate over trainer.max_steps."""
 
+    kind: OptimizerKind = key(OptimizerKind.adamw, "rule of the updates")
     lr: float = key(2e-4, "learning rate after warm-up", above=0)
     warmup_steps: int = key(10, "updates of linear warm-up", min=0)
     beta1: float = key(0.9, "decay of the first moment", min=0, below=1)
     beta2: float = key(0.98, "decay of the second moment", min=0, below=1)
     eps: float = key(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = key(0.0, "decoupled", min=0)
+    weight_decay: float = key(
+        0.0, "decoupled; norms, biases, router gates, A_log and dt_bias are never decayed", min=0
+    )
+    decay_embeddings: bool = key(False, "decay embeddings and the output head too", needs=_DECAYED)
+    schedule: ScheduleKind = key(ScheduleKind.constant, "learning rate after warm-up")
+    min_lr_ratio: float = key(0.0, "learning rate at the end, a share of lr", min=0, max=1, needs=_FALLING)
+    decay_fraction: float = key(
+        0.2,
+        "wsd: share of trainer.max_steps in which the rate falls",
+        above=0,
+        max=1,
+        needs=Needs(
+            lambda c: c.optim.schedule is ScheduleKind.wsd,
+            "without optim.schedule=wsd",
+            "choose optim.schedule=wsd",
+        ),
+    )
+    muon_momentum: float = key(
+        0.95,
+        "muon: decay of the momentum",
+        min=0,
+        below=1,
+        needs=Needs(lambda c: c.optim.kind is OptimizerKind.muon, "without optim=muon", "choose optim=muon"),
+    )
     max_grad_norm: float | None = key(1.0, "null = no clipping", above=0)
 
 

@@ -37,7 +37,8 @@ from olmo_rl.run_directory import (
     resolve_checkpoint,
 )
 from olmo_rl.running.metrics_csv import MetricsCsv
-from olmo_rl.training.module import PolicyModule, parameter_groups
+from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.optimizer import parameter_groups
 from olmo_rl.types import Refusal
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=4, weight_decay=0.05)
@@ -131,7 +132,9 @@ def test_the_first_update_of_a_resumed_process_is_checked_again(
 def test_the_optimizer_groups_dense_weights_and_routed_experts_in_every_topology() -> None:
     model = decoder()
     names = {id(p): name for name, p in model.named_parameters()}
-    dense, experts = [[names[id(p)] for p in group["params"]] for group in parameter_groups(model)]
+    dense, experts = [
+        [names[id(p)] for p in group["params"]] for group in parameter_groups(model, config=OptimConfig())
+    ]
     assert sorted(dense + experts) == sorted(names.values())
     assert experts == [
         f"layers.{layer}.moe.routed_experts.inner_experts.{w}"
@@ -139,7 +142,7 @@ def test_the_optimizer_groups_dense_weights_and_routed_experts_in_every_topology
         for w in ("w1_EFD", "w2_EDF", "w3_EFD")
     ]
     whole = HybridDecoder(replace(MODEL, num_experts=0, dense_layers=[]), attention="reference")
-    assert len(parameter_groups(whole)) == 1
+    assert len(parameter_groups(whole, config=OptimConfig())) == 1
 
 
 def test_a_checkpoint_loads_with_weights_only_and_holds_plain_values(straight: Run) -> None:

@@ -22,6 +22,7 @@ EXAMPLES = {
     "a layer that the model": "model.dense_layers=[0,9]",
     "experts that no layer has,": "model.dense_layers=[0,1,2,3]",
     "more experts per token than": "model.top_k=9",
+    "the normalised gate of a": "model.top_k=1",
     "a norm of a latent": "model.latent_norm=true model.latent_dim=null",
     "a width of routed experts": "model.expert_hidden=12 model.latent_dim=20",
     "query heads that do not": "model.num_kv_heads=3",
@@ -39,6 +40,9 @@ EXAMPLES = {
     "documents of one supervised update": "warm_start.steps=5 warm_start.samples_per_step=127",
     "only files can be one": "batch.samples_per_step=null",
     "supervised updates are drawn without": "recipe=sft batch.samples_per_step=null warm_start.steps=0",
+    "a schedule that ends with": (
+        "recipe=sft warm_start.steps=0 sft.path=chat.jsonl sft.epochs=2 optim.schedule=linear"
+    ),
     "several updates from a collection": (
         "rollouts=files batch.samples_per_step=null batch.steps_per_collection=2"
     ),
@@ -133,6 +137,7 @@ SETTINGS = {
     "jsonl": "task=jsonl policy.logprobs=full",
     "weighted": "loss.kl_coef=0.1 loss.tis_high=2.0 loss.router_aux_weight=0.1 loss.router_z_weight=0.1",
     "live routes": "loss.router_aux_weight=0.1 policy.replay=false",
+    "optimizer": "optim=muon optim.weight_decay=0.1 optim.schedule=wsd",
     "cispo": "loss=cispo upcycle.dense=dense",
     "chat": "recipe=sft sft.path=chat sft.format=datasets sft.eval_path=held_out",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from olmo_rl.config import AuxGrouping, Config, PublicationKind, Recipe, Source
+from olmo_rl.config import AuxGrouping, Config, PublicationKind, Recipe, ScheduleKind, Source
 from olmo_rl.refusals.rule import Rule, changed, undivided
 
 
@@ -48,6 +48,16 @@ BATCH = (
         refuses="supervised updates are drawn without end, there is no whole collection",
         fix="give batch.samples_per_step",
         when=lambda c: c.batch.samples_per_step is None and c.recipe is Recipe.sft,
+    ),
+    Rule(
+        keys="optim.schedule sft.epochs",
+        refuses="a schedule that ends with trainer.max_steps, in a run that ends after a number of epochs",
+        fix="set sft.epochs=null and trainer.max_steps, or choose optim.schedule=constant",
+        when=lambda c: (
+            c.recipe is Recipe.sft
+            and c.sft.epochs is not None
+            and c.optim.schedule is not ScheduleKind.constant
+        ),
     ),
     Rule(
         keys="batch.samples_per_step batch.steps_per_collection",

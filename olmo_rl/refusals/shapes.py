@@ -52,6 +52,12 @@ MODEL = (
         when=lambda c: 0 < c.model.num_experts < c.model.top_k,
     ),
     Rule(
+        keys="model.route_norm model.top_k",
+        refuses="the normalised gate of a token's only expert is always 1: routers get no gradient",
+        fix="set model.route_norm=false, or raise model.top_k",
+        when=lambda c: c.model.num_experts > 0 and c.model.top_k == 1 and c.model.route_norm,
+    ),
+    Rule(
         keys="model.latent_norm model.latent_dim",
         refuses="a norm of a latent that the model does not have",
         fix="give model.latent_dim, or set model.latent_norm=false",

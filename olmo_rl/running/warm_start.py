@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from olmo_rl.collections.supervised import SupervisedDataModule, TaskDemonstrations
-from olmo_rl.config import Config
+from olmo_rl.config import Config, ScheduleKind
 from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.interop import save_weights
@@ -45,7 +45,8 @@ def warm_start(config: Config) -> Config:
     if config.warm_start.steps == 0 or config.ckpt_path is not None:
         return config
     path = Path(config.cache_dir) / "warm_start" / f"{_digest(config)}.safetensors"
-    supervised = replace(config, optim=replace(config.optim, lr=config.warm_start.lr))
+    optim = replace(config.optim, lr=config.warm_start.lr, schedule=ScheduleKind.constant)
+    supervised = replace(config, optim=optim)
     strategy = ExpertParallelStrategy(supervised)
     steps = config.warm_start.steps
     trainer = build_trainer(

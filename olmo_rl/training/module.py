@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from olmo_rl.backends import attention_of, backends_of, linear_of
@@ -26,6 +26,7 @@ from olmo_rl.policy.kernels import refuse_gpu
 from olmo_rl.policy.logprobs import check_logprobs
 from olmo_rl.training.frozen_reference import FrozenReference, build_reference, check_fingerprint
 from olmo_rl.training.lightning_internals import forget_logged
+from olmo_rl.training.optimizer import build_optimizer, rate_factor
 from olmo_rl.training.scoring import ScoringSchedule
 from olmo_rl.training.step import Learner, Objective, StepResult, publish, route_mode, run_step, score_step
 from olmo_rl.training.step_report import metrics_of, warn_of_mismatch
@@ -102,17 +103,9 @@ class PolicyModule(LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optim = self.config.optim
-        optimizer = torch.optim.AdamW(
-            parameter_groups(self.policy),
-            lr=optim.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
-        warmup = max(1, optim.warmup_steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
+        optimizer = build_optimizer(self.policy, config=self.config.optim)
+        factor = rate_factor(self.config.optim, total=self.config.trainer.max_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return [optimizer], [scheduler]
 
     @override
@@ -225,13 +218,3 @@ class PolicyModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.skipped_updates = checkpoint["skipped_updates"]
         check_fingerprint(self.reference, expected=checkpoint.get("reference"), config=self.config)
-
-
-def parameter_groups(decoder: nn.Module) -> list[dict[str, Any]]:
-    """Dense weights, then routed experts where there are any: a fused update cannot mix shards of two meshes.
-    The groups are the same in every topology, so that a run can resume in another one.
-    """
-    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
-    for name, parameter in decoder.named_parameters():
-        groups[".routed_experts." in name].append(parameter)
-    return [{"params": parameters} for parameters in groups.values() if parameters]
