@@ -2,7 +2,7 @@
 sample id.
 
 What training would leave out is not scored: the incomplete last step of a file, filtered samples, and
-steps without a token to train. All of them are counted and told.
+steps without a token to train. All of them are counted and reported.
 """
 
 from __future__ import annotations

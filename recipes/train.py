@@ -17,7 +17,7 @@ from olmo_rl.data.means import shown
 from olmo_rl.run_directory import EXIT_INTERRUPTED, resolve_checkpoint
 from olmo_rl.running.callbacks import ContractLog, Evaluation
 from olmo_rl.running.metrics_csv import read_metrics
-from olmo_rl.running.pictures import draw_reward
+from olmo_rl.running.reward_picture import draw_reward
 from olmo_rl.running.trainer import fit
 from olmo_rl.running.upcycled import upcycled
 from olmo_rl.running.warm_start import warm_start

@@ -20,7 +20,7 @@ from olmo_rl.data.means import Mean, shown
 from olmo_rl.data.tasks import is_held_out
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
-from olmo_rl.running.pictures import draw_reward
+from olmo_rl.running.reward_picture import draw_reward
 
 HERE = __name__
 RUN = (

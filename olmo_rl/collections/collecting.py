@@ -27,8 +27,8 @@ from olmo_rl.types import Collection, Refusal, Sample
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Drawn:
-    """The samples of a collection that survived the filters, in order, being counted. `facts` are what
-    the first row of the collection tells; `filtered`: some samples left.
+    """The samples of a collection that survived the filters, in order, being counted. `facts` go into the
+    first row of the collection; `filtered`: filters removed some samples.
     """
 
     samples: list[Sample]

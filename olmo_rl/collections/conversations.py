@@ -19,13 +19,13 @@ from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 
-_REPORTED = 20  # refused rows of one draw that are told
+_REPORTED = 20  # invalid rows of one draw that are reported
 
 Document = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 
 class Conversations:
-    """Rendered conversations of a stream, those beyond the context treated as `sft.overlong` says."""
+    """Rendered conversations of a stream, those beyond the context treated by `sft.overlong`."""
 
     def __init__(
         self, config: Config, *, stream: ChatStream, tokenizer: Tokenizer, strategy: ExpertParallelStrategy

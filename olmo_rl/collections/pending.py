@@ -30,7 +30,7 @@ class Pending:
 
     `ids` of every step still to come; `samples` in that order, None where a file holds them; `plans` by step;
     `anchors` by sample id, [scored tokens], empty unless every step to come has them; `facts` that no row
-    told yet.
+    has reported yet.
     """
 
     source: str

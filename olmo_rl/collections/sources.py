@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class RolloutSource(Protocol):
-    """Draws collections by index; `generates` tells whether a short collection can be filled by drawing
+    """Draws collections by index; `generates`: whether a short collection can be filled by drawing
     again.
     """
 

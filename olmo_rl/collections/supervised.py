@@ -1,7 +1,7 @@
 """Supervised batches: documents with answers, packed by the same packer, live routing. Serves SFT and warm
 starts.
 
-Owns what a supervised step is made of and the count of steps drawn; a source says which documents come next.
+Owns the content of a supervised step and the count of steps drawn; a source gives the documents in order.
 Refuses demonstrations longer than the model's context and data that do not fill one step.
 """
 

@@ -41,7 +41,7 @@ class Checkpoints(Callback):
     refusal that met every rank ends the run.
 
     SIGINT, SIGTERM and SIGUSR1 set a flag; after the current update all ranks agree on it, save outside the
-    handler and stop. `interrupted` then tells the recipe to exit with code 75. A second SIGINT ends at once.
+    handler and stop. `interrupted` then makes the recipe exit with code 75. A second SIGINT ends at once.
     """
 
     def __init__(self, config: Config) -> None:

@@ -36,7 +36,7 @@ def threads_per_rank(local_ranks: int) -> int:
 
 def keep_freed_memory() -> None:
     """Let glibc keep what tensors free, up to 1 GiB, instead of handing every freed megabyte back to the
-    system and having the pages of the next tensor faulted in anew (what it is worth: benchmarks/README.md).
+    system and having the pages of the next tensor faulted in again (measured in benchmarks/README.md).
     Environment variables that say otherwise win; other C libraries are left alone.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
@@ -49,7 +49,7 @@ def keep_freed_memory() -> None:
 
 def call(entry: Entry | str, config: Config) -> None:
     """Run the entry. What it calls may not end the process: a verifier's exit(0) would look like success. A
-    death in native code tells on stderr where every thread was.
+    death in native code prints the stack of every thread on stderr.
     """
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)

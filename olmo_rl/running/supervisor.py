@@ -60,7 +60,7 @@ class _Child:
             self.socket.send(message)
 
     def ended(self, *, readable: bool) -> tuple[bool, _Failure | None]:
-        """Whether the rank ended, or told why it is about to; and the failure, if it is one."""
+        """Whether the rank ended, or reported why it is about to; and the failure, if it is one."""
         if not readable and self.process.poll() is None:
             return False, None
         try:
@@ -233,6 +233,6 @@ def child_main() -> None:
 
 
 def _end_with(supervisor: Connection) -> None:
-    """The supervisor says nothing after the job: whatever can be read is the end of its process."""
+    """The supervisor sends nothing after the job: anything readable is the end of its process."""
     wait([supervisor])
     os._exit(1)

@@ -119,7 +119,7 @@ class PolicyModule(LightningModule):
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> None:
-        assert self.on_predict is not None, "the recipe says what a prediction is"
+        assert self.on_predict is not None, "the recipe defines a prediction"
         self.on_predict(batch)
 
     def publish_weights(self) -> None:
