@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from bounds import BOUND_SECONDS
 from distributed_cases import Watch, digest, full
 from gloo_world import joined
 from lightning.pytorch import Callback
@@ -54,7 +55,6 @@ from recipes import score, train
 
 WORLD = 4
 STEPS = ("balance_cases:write_inputs", f"balance_cases:run_rank*{WORLD}")
-SECONDS = 40
 ANNEAL = BalanceConfig(kind=BalanceKind.anneal, proposals=2000, seconds=float("inf"))
 BALANCES = {
     "none": BalanceConfig(),
@@ -80,7 +80,7 @@ def write_inputs(place: str) -> None:
 def config_for(directory: Path, name: str, *, files: str = "input", **sections: Any) -> Config:
     fields: dict[str, Any] = {
         "trainer": TrainerConfig(devices=WORLD, max_steps=2),
-        "strategy": StrategyConfig(ep_degree=2, timeout_seconds=SECONDS),
+        "strategy": StrategyConfig(ep_degree=2, timeout_seconds=BOUND_SECONDS),
         "packing": PackingConfig(kind=PackingKind.consecutive, max_tokens=64),
         "batch": BatchConfig(samples_per_step=24),
         "model": MODEL,
@@ -224,7 +224,7 @@ def forms(directory: Path) -> dict[str, tuple[Callable[[Config], None], Config]]
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
-    with joined(number, world=world, directory=directory, seconds=SECONDS):
+    with joined(number, world=world, directory=directory):
         watch, results = Watch(), {}
         adam = Adam(watch)
         path = Path(directory)

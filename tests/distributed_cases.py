@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from bounds import BOUND_SECONDS
 from gloo_world import joined
 from routed_fixture import FIXTURE_BUDGET, FIXTURE_MODEL, fixture_samples
 from torch import Tensor, nn
@@ -66,7 +67,6 @@ from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 from recipes import rollout, score, sft, train
 
-TIMEOUT_SECONDS = 20
 STEPS = ("distributed_cases:write_inputs", *(f"distributed_cases:run_rank*{n}" for n in (1, 2, 4)))
 TWELVE = ((3, 1), (2, 3), (4, 7), (1, 2), (5, 5), (2, 6), (6, 4), (3, 3), (1, 1), (2, 8), (7, 2), (3, 5))
 BUDGET = 24
@@ -132,7 +132,7 @@ class Rank:
             "trainer": TrainerConfig(devices=self.world, max_steps=1),
             "strategy": StrategyConfig(
                 ep_degree=min(self.world, 2) if ep is None else ep,
-                timeout_seconds=TIMEOUT_SECONDS,
+                timeout_seconds=BOUND_SECONDS,
             ),
             "packing": PackingConfig(kind=PackingKind.consecutive, max_tokens=BUDGET),
         }
@@ -418,7 +418,7 @@ def pad(rank: Rank) -> None:
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
-    with joined(number, world=world, directory=directory, seconds=TIMEOUT_SECONDS):
+    with joined(number, world=world, directory=directory):
         watch = Watch()
         rank = Rank(world=world, directory=Path(directory), watch=watch)
         with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from aiohttp import web
+from bounds import BOUND_SECONDS
 from torch import Tensor
 
 from olmo_rl.config import LayerType, ModelConfig, RolloutsConfig, Source
@@ -90,13 +91,13 @@ def listening(application: web.Application, *, port: int = 0) -> Iterator[str]:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert started.wait(30), "the server did not start"
+    assert started.wait(BOUND_SECONDS), "the server did not start"
     try:
         yield address[0]
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(BOUND_SECONDS)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        thread.join(BOUND_SECONDS)
 
 
 Reply = Callable[[dict[str, Any]], Any]
@@ -135,7 +136,7 @@ def client_of(
     *urls: str, source: Source = Source.vllm, axis: RouteAxis | None = AXIS, **settings: Any
 ) -> Iterator[RemoteEngine]:
     """A client of these servers."""
-    config = RolloutsConfig(source=source, urls=list(urls), **{"timeout_seconds": 20.0, **settings})
+    config = RolloutsConfig(source=source, urls=list(urls), **{"timeout_seconds": BOUND_SECONDS, **settings})
     remote = RemoteEngine(config, axis=axis)
     try:
         yield remote

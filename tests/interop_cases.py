@@ -74,7 +74,7 @@ def decoder_of(model: ModelConfig, weights: dict[str, Tensor]) -> HybridDecoder:
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
-    with joined(number, world=world, directory=directory, seconds=100):
+    with joined(number, world=world, directory=directory):
         for degree in DEGREES:
             fill_and_save(Topology(world, degree), directory=directory)
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from bounds import BOUND_SECONDS
 from gloo_world import joined
 from lightning.pytorch import Callback, Trainer
 from model_cases import tiny_config
@@ -55,7 +56,6 @@ from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Collection, Sample, Topology
 
-TIMEOUT_SECONDS = 60
 WORLDS = (1, 2, 4)
 STEPS = ("matrix_cases:write_inputs", *(f"matrix_cases:run_rank*{world}" for world in WORLDS))
 SELECTIVE = ((1, 1), (2, 2))  # where recomputation is selective, too
@@ -308,7 +308,7 @@ def config_of(cell: Cell, *, directory: Path) -> Config:
             lr=1e-3 if cell.double else 1e-12, warmup_steps=0, max_grad_norm=cell.max_grad_norm
         ),
         trainer=TrainerConfig(devices=cell.world, max_steps=UPDATES),
-        strategy=StrategyConfig(ep_degree=cell.ep, timeout_seconds=TIMEOUT_SECONDS),
+        strategy=StrategyConfig(ep_degree=cell.ep, timeout_seconds=BOUND_SECONDS),
         callbacks=CallbacksConfig(progress=False, pictures=False),
     )
 
@@ -353,7 +353,7 @@ def run_faulty_rank(number: int, world: int, directory: str) -> None:
 
 
 def run_cells(cells: Sequence[Cell], *, number: int, world: int, directory: str) -> None:
-    with joined(number, world=world, directory=directory, seconds=TIMEOUT_SECONDS):
+    with joined(number, world=world, directory=directory):
         results: dict[Cell, dict[str, Any]] = {}
         for cell in (cell for cell in cells if cell.world == world):
             scaled = files_of(Path(directory), Files.ten, world=1)

@@ -74,8 +74,7 @@ MUTATIONS = {
 
 def make_copy(directory: Path, mutation: Mutation | None) -> None:
     """The package at `directory`/olmo_rl, with the fault where there is one."""
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "olmo_rl", directory / "olmo_rl", ignore=ignored)
+    shutil.copytree(ROOT / "olmo_rl", directory / "olmo_rl", ignore=_being_written)
     if mutation is None:
         return
     path = directory / "olmo_rl" / mutation.file
@@ -83,6 +82,12 @@ def make_copy(directory: Path, mutation: Mutation | None) -> None:
     count = text.count(mutation.old)
     assert count == 1, f"{mutation.file} holds {mutation.old!r} {count} times"
     path.write_text(text.replace(mutation.old, mutation.new))
+
+
+def _being_written(directory: str, names: list[str]) -> set[str]:
+    """Names of a cache that another process is still writing; what is compiled already goes with the copy."""
+    whole = (".py", ".pyc", ".nbi", ".nbc", ".typed", ".yaml")
+    return {name for name in names if not Path(directory, name).is_dir() and not name.endswith(whole)}
 
 
 def make_copies(directory: str) -> None:

@@ -1,24 +1,18 @@
 """Two and four ranks against one process: gradients, metrics, counts, files, errors, interruption.
 
 One program (distributed_cases.py) runs the recipes over three worlds; the tests look at what each rank saw.
-Another (matrix_cases.py) trains one hybrid model in every form that must give the same two updates, and
-mutants.py shows that seeded faults do not pass. `-s` prints the table of relative errors.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import distributed_cases
-import matrix_cases
 import matrix_checks
 import numpy as np
 import pytest
 import torch
-from mutants import MUTATIONS
 from programs import run_program
 from routed_fixture import CHANGED, FIXTURE_LENGTHS
 from torch import Tensor
@@ -29,8 +23,6 @@ SAME_GRADIENT = ("packed", "one pack each", "unpacked", "recomputed", "scored fi
 # Packs differ where one process and two ranks lay out the same samples; synthetic tails depend on the ranks.
 LAYOUT_METRICS = ("packing/", "time/", "throughput/", "memory/", "loss/router", "replay/overlap")
 
-# Whole runs of several ranks: a bound against hanging, not a measure of speed.
-pytestmark = pytest.mark.timeout(1300)
 
 Found = dict[str, Any]
 
@@ -351,137 +343,6 @@ def test_loads_that_were_predicted_with_pads_are_those_that_were_dispatched(two:
         assert padded["expert_work"] == padded["predicted_expert_work"] > bare["expert_work"]
         budget = events(rank["padded replayed"], "packing")[0]["token_budget"]
         assert padded["token_work"] == budget * padded["columns"] > bare["token_work"]
-
-
-@pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> matrix_checks.Results:
-    directory = tmp_path_factory.mktemp("matrix")
-    run_program(directory, *matrix_cases.STEPS)
-    return matrix_cases.load(directory)
-
-
-@pytest.fixture(scope="module")
-def verdicts(matrix: matrix_checks.Results) -> dict[str, matrix_checks.Verdict]:
-    print(f"\n{matrix_checks.table(matrix)}")
-    return matrix_checks.verdicts(matrix)
-
-
-# How much each rule compares at least: a rule that looks at nothing cannot fail.
-RULES = {
-    "topology": 44,
-    "packing": 19,
-    "recompute": 16,
-    "ranks": 61,
-    "denominators": 600,
-    "loads": 500,
-    "experts": 88,
-    "router": 1300,
-}
-
-
-@pytest.mark.parametrize("rule", list(RULES))
-def test_the_matrix_keeps_the_rule(verdicts: dict[str, matrix_checks.Verdict], rule: str) -> None:
-    """Gradients, norm and Adam state of two updates on 1, 2, 4 ranks; matrix_checks.py states each rule."""
-    assert verdicts.keys() == RULES.keys()
-    assert verdicts[rule].faults == []
-    assert verdicts[rule].compared >= RULES[rule]
-
-
-@pytest.mark.parametrize(("world", "ep"), matrix_cases.TOPOLOGIES)
-def test_the_matrix_gives_every_rank_work_of_its_own(
-    matrix: matrix_checks.Results, world: int, ep: int
-) -> None:
-    base = matrix_cases.Cell(world=world, ep=ep)
-    packs = [[update["packs"] for update in rank["updates"]] for rank in matrix[base]]
-    tokens = [rank["updates"][0]["real_tokens"] for rank in matrix[base]]
-    assert len({str(pack) for pack in packs}) == world
-    assert len({sum(rank) for rank in tokens}) == min(world, 4), "unequal token counts"
-    assert {len(pack) for rank in packs for update in rank for pack in update} == {1, 2}
-    for update in matrix[base][0]["updates"]:
-        overlap = update["totals"]["sum/overlap"] / update["totals"]["count/recorded_rows"]
-        assert 0 < overlap < 0.9, "replayed routes are not those that a router would choose"
-    assert [update["scoring"] for update in matrix[base][0]["updates"]] == ["checked", "skipped"]
-    alone = matrix[matrix_cases.Cell(world=1, ep=1)][0]["updates"][0]["packs"]
-    assert sorted(pack for rank in packs for pack in rank[0]) == sorted(alone), "the same packs everywhere"
-    arrival = [
-        rank["updates"][0]["packs"] for rank in matrix[replace(base, files=matrix_cases.Files.arrival)]
-    ]
-    assert sorted(pack for rank in arrival for pack in rank) != sorted(alone), "other packs"
-
-
-def test_ranks_without_an_expert_row_and_experts_without_a_row_take_part(
-    matrix: matrix_checks.Results,
-) -> None:
-    layer = matrix_cases.IDLE_LAYER
-    cells = [cell for cell in matrix if cell.files is matrix_cases.Files.idle]
-    assert {cell.ep for cell in cells} == {1, 2, 4}
-    for cell in cells:
-        (first, second) = matrix[cell][0]["gradients"]
-        for name, gradient in first.items():
-            if matrix_cases.EXPERTS in name:
-                assert not gradient[matrix_cases.IDLE_EXPERT].any(), (cell, name)
-                assert not second[name][matrix_cases.IDLE_EXPERT].any(), (cell, name)
-                assert gradient[0].any(), (cell, name)
-        owner = matrix[cell][-1]["received"]
-        assert all(counts[-1] == 0 for layer in owner.values() for counts in layer)
-    (four,) = [cell for cell in cells if cell.ep == 4]
-    rows = [[int(counts.sum()) for counts in rank["received"][layer]] for rank in matrix[four]]
-    assert all(count > 0 for rank in rows[:2] for count in rank)
-    assert all(count == 0 for rank in rows[2:] for count in rank)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_clipping_a_norm_of_ten_to_one_scales_every_gradient_by_a_tenth(
-    matrix: matrix_checks.Results, world: int
-) -> None:
-    free = matrix_cases.Cell(world=world, ep=world, files=matrix_cases.Files.ten)
-    (before, *_), (after, *_) = (
-        matrix[cell][0]["gradients"] for cell in (free, replace(free, max_grad_norm=1.0))
-    )
-    for cell in (free, replace(free, max_grad_norm=1.0)):
-        assert matrix[cell][0]["updates"][0]["grad_norm"] == pytest.approx(10, rel=1e-6)
-    tenth = {name: gradient / 10 for name, gradient in before.items()}
-    assert matrix_checks.relative(after, tenth)[0] <= 1e-6
-
-
-def test_router_losses_change_the_gradients_that_they_are_part_of(matrix: matrix_checks.Results) -> None:
-    for world, ep in matrix_cases.TOPOLOGIES:
-        plain = matrix_cases.Cell(world=world, ep=ep, double=True)
-        pair = [matrix[cell][0]["gradients"][0] for cell in (replace(plain, router=True), plain)]
-        gates = [name for name in pair[0] if name.endswith("router.gate.weight")]
-        assert len(gates) == 3
-        for name in gates:
-            assert float((pair[0][name] - pair[1][name]).norm() / pair[1][name].norm()) > 0.01
-
-
-@pytest.fixture(scope="module")
-def mutants(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
-    """Faults by rule, by mutation; "none" is a copy without one."""
-    directory = tmp_path_factory.mktemp("mutants")
-    run_program(directory, "mutants:make_copies", "mutants:examine_copies")
-    return {path.parent.name: json.loads(path.read_text()) for path in directory.glob("*/faults.json")}
-
-
-@pytest.mark.parametrize("name", ["none", *MUTATIONS])
-def test_a_seeded_fault_breaks_its_own_rules_and_no_other(
-    mutants: dict[str, dict[str, list[str]]], name: str
-) -> None:
-    broken = {rule for rule, faults in mutants[name].items() if faults}
-    assert broken == (MUTATIONS[name].rules if name != "none" else set()), mutants[name]
-
-
-def test_seeded_faults_are_seen_where_they_act(mutants: dict[str, dict[str, list[str]]]) -> None:
-    local = mutants["local denominators"]
-    assert len(local["topology"]) == 2, "both cells of two ranks"
-    experts = mutants["expert gradients times the expert-parallel degree"]["experts"]
-    assert len(experts) == 2, "both updates of EP2"
-    assert "gradient ratio 2.000000" in experts[0]
-    (doubled,) = mutants["balancing loss doubled under recomputation"]["recompute"]
-    assert "recompute full" in doubled
-    shifted = mutants["labels shifted by one more in every further document of a pack"]
-    assert "1 ranks, EP1, packed" in shifted["packing"][0]
-    assert len(shifted["topology"]) == 1, "two ranks with EP1 hold the same packs and the same faults"
-    assert mutants["routes of tails are zero"]["loads"]
 
 
 @pytest.mark.parametrize(("world", "packs"), [(1, 3), (2, 2)])

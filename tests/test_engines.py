@@ -22,6 +22,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from bounds import BOUND_SECONDS
 from composing import ROOT
 from engine_cases import AXIS, MODEL, client_of, listening, local_engine, server_of, stand_in, weights_of
 from torch import Tensor
@@ -146,7 +147,7 @@ def test_a_request_that_makes_no_sense_is_answered_with_400_and_the_server_lives
         def post(payload: bytes) -> int:
             request = urllib.request.Request(f"{url}/v1/completions", data=payload)
             try:
-                return int(urllib.request.urlopen(request, timeout=30).status)
+                return int(urllib.request.urlopen(request, timeout=BOUND_SECONDS).status)
             except urllib.error.HTTPError as error:
                 return error.code if json.loads(error.read())["error"]["message"] else 0
 
@@ -314,10 +315,10 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_present_weights(t
     process, url = started(tmp_path, "model=moe_tiny", *model)
     try:
         assert url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(f"{url}/health", timeout=30) as health:
+        with urllib.request.urlopen(f"{url}/health", timeout=BOUND_SECONDS) as health:
             assert json.loads(health.read()) == {"weight_version": None, "requests": 0}
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(BOUND_SECONDS) == 0
     finally:
         process.kill()
     # Two engines answer; one dies with requests under way; the other takes them over.
@@ -337,7 +338,7 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_present_weights(t
                 top_p=1.0,
                 seed=0,
             )
-        answers = complete(future.result(60))
+        answers = complete(future.result(BOUND_SECONDS))
         assert sorted(answer.id for answer in answers) == sorted(f"r{n}" for n in range(40))
         assert remote.counts.asked == remote.counts.received + remote.counts.abandoned == 40
 
@@ -347,7 +348,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
         port = url.rpartition(":")[2]
         command = [sys.executable, str(ROOT / "train.py"), "recipe=serve", f"serve.port={port}"]
         ended = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ)
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=BOUND_SECONDS, env=dict(os.environ)
         )
     assert ended.returncode == 2
     assert f"serve.port={port}: cannot listen there" in ended.stderr
@@ -453,7 +454,7 @@ def test_tensors_of_another_model_are_refused_before_any_is_received(
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(meeting)
         arrivals.open(told | {"master_address": "127.0.0.1"})
-        group = joined.result(60)
+        group = joined.result(BOUND_SECONDS)
     with pytest.raises(Refusal, match=words):
         arrivals.take({"group_name": "g"} | body)
     group.close()
@@ -526,7 +527,7 @@ def test_an_engine_that_is_stopped_costs_a_publication_seconds(
             remote.publish("step-1", 1)
         else:
             remote.broadcast(sent_in_parts(1), 1)
-        assert time.monotonic() - began < 60, "far below the limit of a control call"
+        assert time.monotonic() - began < 300, "far below the limit of a control call"
         assert remote.versions == {url: 1, silent: None}
         assert "/health: ReadTimeout" in remote.engines[1].faults
     stopped.close()

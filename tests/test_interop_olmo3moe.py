@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import training_cases
+from bounds import BOUND_SECONDS
 from composing import compose
 from interop_cases import attention_only, decoder_of, hybrid, overrides, weights_of
 from model_cases import context_of, random_tokens
@@ -71,7 +72,7 @@ def site(pytestconfig: pytest.Config) -> Path:
         return final
     scratch = final.with_name(f"{final.name}.{os.getpid()}.tmp")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(scratch), *PINS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_SECONDS)
     if done.returncode != 0:
         pytest.skip(f"pip cannot install {' '.join(PINS)}: {done.stderr.strip().splitlines()[-1:]}")
     try:
@@ -111,7 +112,7 @@ def peer(site: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     for name, place in places.items():
         torch.save(list(tokens_of(MODELS.get(name, TRAINED)).split(LENGTHS)), place / "tokens.pt")
     command = [sys.executable, str(TESTS / "olmo3moe_peer.py"), str(site), *map(str, places.values())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_SECONDS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return {name: torch.load(place / "peer.pt") for name, place in places.items()}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bounds import BOUND_SECONDS
 from chat_cases import MARKED, save_tokenizer
 from composing import ROOT, compose
 from safetensors.torch import load_file, save_file
@@ -64,7 +65,13 @@ def python_train(*arguments: str, place: Path) -> tuple[int, str]:
     environment = {**os.environ, "PYTHONPATH": str(place)}
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=place, env=environment, timeout=240, check=False
+        command,
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env=environment,
+        timeout=BOUND_SECONDS,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bounds import BOUND_SECONDS
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [ROOT / "launch" / "torchrun.sh", ROOT / "launch" / "slurm.sbatch", ROOT / ".ci" / "run"]
@@ -63,7 +64,7 @@ def run_script(script: Path, *arguments: str, **environ: str) -> subprocess.Comp
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=BOUND_SECONDS,
     )
 
 

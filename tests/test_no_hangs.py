@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bounds import BOUND_SECONDS
 from lightning.pytorch import Callback
 from training_cases import MODEL, config_of, files, write_files
 
@@ -23,7 +24,6 @@ from olmo_rl.config import (
     BatchConfig,
     CallbacksConfig,
     Config,
-    LossConfig,
     PackingConfig,
     PackingKind,
     RolloutsConfig,
@@ -37,10 +37,8 @@ from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import RankFailed, Refusal
 
-BOUND_SECONDS = 60.0  # between the failure and the end of all ranks; a hang would last until TIMEOUT_SECONDS
-TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 4 * BOUND_SECONDS  # how long a collective would hang
 RANKS = 2
-pytestmark = pytest.mark.timeout(900)  # ten launches, each of which is seconds of imports on a quiet machine
 
 
 def worth(response: str, answer: str) -> float:
@@ -89,12 +87,10 @@ def config_for(directory: Path, name: str, **sections: Any) -> Config:
 
 def cases(directory: Path) -> list[Config]:
     good = files(4)
-    huge = [replace(sample, reward=3e38 if i % 2 else -3e38) for i, sample in enumerate(good[1])]
     stranger = [replace(good[2][0], tokens=good[2][0].tokens + MODEL.vocab_size), *good[2][1:]]
     for name, collections in {
         "killed": good,
         "callback": good,
-        "not finite": [good[0], huge],
         "refused alike": [*good[:2], stranger],
     }.items():
         write_files(directory / name, collections)
@@ -111,7 +107,6 @@ def cases(directory: Path) -> list[Config]:
     return [
         config_for(directory, "killed", callbacks=saving),
         config_for(directory, "callback"),
-        config_for(directory, "not finite", loss=LossConfig(normalize_advantages=False)),
         config_for(directory, "refused alike"),
         config_for(
             directory,
@@ -194,13 +189,3 @@ def test_a_refusal_that_meets_every_rank_saves_the_updates_before_it(ended: Call
     assert isinstance(done.error, Refusal)
     assert "collection-00002" in str(done.error)
     assert done.checkpoints == ["step-2"]
-
-
-def test_a_gradient_that_is_not_finite_ends_every_rank_before_the_step(
-    ended: Callable[[str], Ended],
-) -> None:
-    done = ended("not finite")
-    assert isinstance(done.error, Refusal)
-    assert str(done.error).startswith("update 2: loss ")
-    assert "gradient norm nan: the gradient only, every loss was finite" in str(done.error)
-    assert done.checkpoints == ["step-1"], "it meets every rank, so the update before it is saved"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from bounds import BOUND_SECONDS
 
 from olmo_rl.config import Config, TrainerConfig
 from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
@@ -20,8 +21,6 @@ from olmo_rl.running.rank_process import threads_per_rank
 from olmo_rl.running.ranks import run_ranks
 from olmo_rl.training.strategy import cluster_environment
 from olmo_rl.types import Interrupted, RankFailed, Refusal
-
-BOUND_SECONDS = 180.0  # on a quiet machine an import of torch takes 2, a stubborn rank is killed after 5
 
 
 def world(devices: int, *, directory: Path | str = "", nodes: int = 1) -> Config:

@@ -1,62 +1,67 @@
-"""How programs.py starts what forks, and what it makes of a rank that dies in native code."""
+"""How programs.py starts what forks, and what it makes of a step that fails or a rank that dies."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator
+import os
 from pathlib import Path
 
-import programs
 import pytest
-
-ABORTED = "ProcessExitedException: process 1 terminated with signal SIGABRT"
-
-
-def answering(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, *answers: tuple[int, str]
-) -> Iterator[tuple[int, str]]:
-    """Stand-ins for the interpreter, which each leave a file; those that were not started are left over."""
-    left = iter(answers)
-
-    def run(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
-        assert not (directory / "found").exists()
-        (directory / "found").touch()
-        code, told = next(left)
-        return subprocess.CompletedProcess(command, code, "", told)
-
-    monkeypatch.setattr(programs.subprocess, "run", run)
-    return left
+from programs import run_program
 
 
-def test_a_program_whose_rank_died_in_native_code_is_told_and_runs_once_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def note(number: int, world: int, directory: str) -> None:
+    import pyarrow
+
+    assert pyarrow.default_memory_pool() is not None
+    Path(directory, f"rank{number}").write_text(f"{world} {os.getpid()} {os.getppid()}")
+    print(f"rank {number} was here")
+
+
+def abort_in_rank_1(number: int, world: int, directory: str) -> None:
+    if number == 1:
+        os.abort()  # as glibc does that finds its heap corrupted
+
+
+def fail(directory: str) -> None:
+    raise ZeroDivisionError("the cause")
+
+
+def test_ranks_are_forked_by_a_process_without_threads_that_has_imported_everything(tmp_path: Path) -> None:
+    """Importing what is slow starts no thread, or the program would end before the first rank."""
+    printed = run_program(tmp_path, "test_programs:note*2")
+    found = [(tmp_path / f"rank{number}").read_text().split() for number in (0, 1)]
+    assert [world for world, _, _ in found] == ["2", "2"]
+    assert len({pid for _, pid, _ in found}) == 2
+    assert len({parent for _, _, parent in found} - {str(os.getpid())}) == 1
+    assert sorted(line for line in printed.splitlines() if "was here" in line) == [
+        "rank 0 was here",
+        "rank 1 was here",
+    ]
+
+
+def test_a_rank_that_dies_in_native_code_is_a_failure_at_once_that_names_its_stack_and_its_core(
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "given").touch()
-    answering(monkeypatch, tmp_path, (1, ABORTED), (0, ""))
-    with pytest.warns(UserWarning, match="process 1 terminated with signal SIGABRT"):
-        programs.run_program(tmp_path, "any:step")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["found", "given"]
+    with pytest.raises(AssertionError) as failed:
+        run_program(tmp_path, "test_programs:abort_in_rank_1*2")
+    message = str(failed.value)
+    assert "process 1 terminated with signal SIGABRT" in message
+    assert "Fatal Python error: Aborted" in message
+    assert "in abort_in_rank_1" in message
+    assert "core_pattern: " in message
+    for core in tmp_path.glob("core*"):
+        core.unlink()  # hundreds of megabytes
 
 
-def test_a_program_whose_ranks_die_in_native_code_twice_has_failed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_step_that_fails_ends_the_program_with_its_traceback_and_the_next_program_runs(
+    tmp_path: Path,
 ) -> None:
-    answering(monkeypatch, tmp_path, (1, ABORTED), (1, ABORTED))
-    with pytest.warns(match="runs again"), pytest.raises(AssertionError, match="SIGABRT"):
-        programs.run_program(tmp_path, "any:step")
-
-
-@pytest.mark.parametrize("told", ["AssertionError", "terminated with signal SIGKILL", "signal SIGTERM"])
-def test_any_other_failure_is_a_failure_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str
-) -> None:
-    left = answering(monkeypatch, tmp_path, (1, told), (0, ""))
-    with pytest.raises(AssertionError, match=told):
-        programs.run_program(tmp_path, "any:step")
-    assert list(left) == [(0, "")]
-
-
-def test_what_forks_has_one_thread_and_a_step_that_fails_is_told(tmp_path: Path) -> None:
-    """Importing what is slow starts no thread, or `fork` would refuse before the step is looked for."""
-    with pytest.raises(AssertionError, match="No module named 'nowhere'"):
-        programs.run_program(tmp_path, "nowhere:step*2")
+    for step, cause in {
+        "test_programs:fail": "ZeroDivisionError: the cause",
+        "nowhere:step*2": "No module named 'nowhere'",
+    }.items():
+        with pytest.raises(AssertionError, match=cause):
+            run_program(tmp_path, step, "test_programs:note*2")
+        assert list(tmp_path.glob("rank*")) == []
+    run_program(tmp_path, "test_programs:note*1")
+    assert [path.name for path in tmp_path.glob("rank*")] == ["rank0"]

@@ -1,15 +1,13 @@
 """torchtitan's signatures that `policy/titan.py` relies on, and expert parallelism against one process.
 
-Two ranks run every topology they can (EP2, FSDP only, float64, bfloat16, idle rank) in one spawn; four ranks
-run EP2 x FSDP2 once. The parent computes the same gradients in one process.
+Two ranks run every topology they can (EP2, FSDP only, float64, bfloat16, idle rank) in one program; four
+ranks run EP2 x FSDP2 once. The test computes the same gradients in one process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import inspect
-import multiprocessing
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -18,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_world import joined
 from model_cases import context_of, random_routes, random_tokens, tiny_config
+from programs import run_program
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -39,7 +38,6 @@ from olmo_rl.types import Refusal, Topology
 
 LENGTHS = [[5, 3, 7], [2, 19, 1], [4, 4, 6], [8, 1, 3], [1, 2, 6], [7, 7], [3, 3, 3, 3], [12]]
 PACKS_PER_RANK = 2
-TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def parameters_of(function: Callable[..., Any]) -> list[str]:
@@ -293,8 +291,12 @@ def idle_update(model: HybridDecoder) -> dict[str, list[bool]]:
     }
 
 
-def two_ranks(rank: int, directory: str) -> None:
-    start(rank, world=2, directory=directory)
+def two_ranks(rank: int, world: int, directory: str) -> None:
+    with joined(rank, world=world, directory=directory):
+        torch.save(two_rank_cases(), Path(directory) / f"rank{rank}.pt")
+
+
+def two_rank_cases() -> dict[str, Any]:
     ep2 = Topology(2, 2)
     results: dict[str, Any] = {}
     model, results["ep2"] = parallel_step(ep2)
@@ -317,7 +319,7 @@ def two_ranks(rank: int, directory: str) -> None:
     _, results["compiled"] = parallel_step(ep2, experts=low, compiled=True)
     _, results["compiled bfloat16"] = parallel_step(ep2, dtype=low, compiled=True, recompute=Recompute.full)
     results["refusals"] = [refusal_of(Topology(4, 2), num_experts=8), refusal_of(ep2, num_experts=7)]
-    finish(rank, results, directory)
+    return results
 
 
 def refusal_of(topology: Topology, *, num_experts: int) -> str | None:
@@ -330,34 +332,21 @@ def refusal_of(topology: Topology, *, num_experts: int) -> str | None:
     return None
 
 
-def four_ranks(rank: int, directory: str) -> None:
-    start(rank, world=4, directory=directory)
-    model, result = parallel_step(Topology(4, 2), dtype=torch.float64, recompute=Recompute.selective)
-    finish(rank, {"ep2 fsdp2": result, "gather": check_gather(model)}, directory)
+def four_ranks(rank: int, world: int, directory: str) -> None:
+    with joined(rank, world=world, directory=directory):
+        model, result = parallel_step(Topology(4, 2), dtype=torch.float64, recompute=Recompute.selective)
+        torch.save({"ep2 fsdp2": result, "gather": check_gather(model)}, Path(directory) / f"rank{rank}.pt")
 
 
-def start(rank: int, *, world: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{directory}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=TIMEOUT)
-
-
-def finish(rank: int, results: dict[str, Any], directory: str) -> None:
-    torch.save(results, Path(directory) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def spawn(worker: Callable[..., None], world: int, directory: Path) -> list[dict[str, Any]]:
-    """Run `worker(rank, directory)` on `world` ranks; a fork server imports torchtitan once for all."""
-    multiprocessing.set_forkserver_preload(["torchtitan.distributed.fsdp", "torchtitan.models.common.moe"])
-    mp.start_processes(worker, args=(str(directory),), nprocs=world, start_method="forkserver")
+def run(worker: str, world: int, directory: Path) -> list[dict[str, Any]]:
+    """What each of `world` ranks found that ran a worker of this file."""
+    run_program(directory, f"test_titan:{worker}*{world}")
     return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return spawn(two_ranks, 2, tmp_path_factory.mktemp("two"))
+    return run("two_ranks", 2, tmp_path_factory.mktemp("two"))
 
 
 def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
@@ -452,7 +441,7 @@ def test_impossible_topologies_are_refused_on_every_rank_with_both_numbers(two: 
 
 def test_four_ranks_with_sharded_experts_equal_one_process(tmp_path: Path) -> None:
     exact = one_process(4, dtype=torch.float64)
-    for rank in spawn(four_ranks, 4, tmp_path):
+    for rank in run("four_ranks", 4, tmp_path):
         assert worst(rank["ep2 fsdp2"]["gradients"], exact["gradients"])[0] <= 1e-12
         assert rank["ep2 fsdp2"]["norm"].item() == pytest.approx(exact["norm"].item(), rel=1e-6)
         assert rank["gather"] == {"before": True, "after": True}

@@ -4,8 +4,6 @@ two_rank_cases.py runs them.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,7 @@ import two_rank_cases
 from programs import run_program
 from torch import Tensor
 
-TESTS = Path(__file__).parent
-# Whole runs of several ranks: a bound against hanging, not a measure of speed.
-pytestmark = pytest.mark.timeout(1300)
+from olmo_rl.cli import run as run_command
 
 Found = dict[str, Any]
 
@@ -124,6 +120,17 @@ def test_a_directory_that_lost_a_file_is_the_same_refusal_on_both_ranks(
     assert first["gradients"] == second["gradients"] == []
 
 
+def test_a_gradient_that_is_not_finite_ends_every_rank_before_the_step(
+    worlds: dict[int, list[Found]],
+) -> None:
+    for rank in worlds[2]:
+        found = rank["not finite"]
+        assert found["ended"] == worlds[2][0]["not finite"]["ended"]
+        assert found["ended"].startswith("Refusal: update 2: loss ")
+        assert "gradient norm nan: the gradient only, every loss was finite" in found["ended"]
+        assert found["checkpoints"] == ["step-1"], "it meets every rank, so the update before it is saved"
+
+
 def test_a_guard_that_trips_is_the_same_refusal_on_both_ranks_and_nothing_is_stepped(
     worlds: dict[int, list[Found]],
 ) -> None:
@@ -139,20 +146,17 @@ def test_a_guard_that_trips_is_the_same_refusal_on_both_ranks_and_nothing_is_ste
         assert rank["events"] == []
 
 
-def test_a_guard_that_trips_ends_the_command_with_exit_code_2_and_no_traceback(tmp_path: Path) -> None:
+def test_a_guard_that_trips_ends_the_command_with_exit_code_2_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     overrides = (
         "+experiment=packed_moe run_name=run warm_start.steps=0 scoring.max_behavior_gap=1e-12 "
         "batch.samples_per_step=16 task.eval_problems=0 trainer.max_steps=2 strategy=single trainer=cpu"
     )
-    done = subprocess.run(
-        [sys.executable, str(TESTS.parent / "train.py"), *overrides.split()],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr[-4000:]
-    assert "refused, one reason:\n  update 1: engine agreement: " in done.stderr
-    assert "scoring.max_behavior_gap=1e-12: nothing was stepped. Most in samples c0-a0-p" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
+    code = run_command(overrides.split())
+    out, err = capfd.readouterr()
+    assert code == 2, err[-4000:]
+    assert "refused, one reason:\n  update 1: engine agreement: " in err
+    assert "scoring.max_behavior_gap=1e-12: nothing was stepped. Most in samples c0-a0-p" in err
+    assert "Traceback" not in out + err

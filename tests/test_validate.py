@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bounds import BOUND_SECONDS
 from composing import GROUPS, ROOT, compose_fast
 from omegaconf import OmegaConf
 
@@ -217,7 +218,7 @@ def command(
         text=True,
         cwd=cwd,
         env={**os.environ, **(environment or {})},
-        timeout=120,
+        timeout=BOUND_SECONDS,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from distributed_cases import TIMEOUT_SECONDS, TWELVE, Rank, Watch, full
+from distributed_cases import TWELVE, Rank, Watch, full
 from gloo_world import joined
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -31,6 +31,7 @@ from olmo_rl.config import (
 from olmo_rl.policy.hf_export import export_hf
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import save_weights
+from olmo_rl.run_directory import complete_checkpoints
 from recipes import train
 
 STEPS = ("two_rank_cases:write_inputs", *(f"two_rank_cases:run_rank*{world}" for world in (1, 2)))
@@ -78,12 +79,18 @@ def cases(rank: Rank) -> None:
     rank.run("resumed", train.train, replace(resumed, ckpt_path="last", trainer=two))
     lost = {"model": DIRECTORIES["olmo3moe"], "init_from": str(rank.directory / "lost")}
     rank.run("lost", train.train, rank.config("lost", **lost))
+    four = TrainerConfig(devices=rank.world, max_steps=4)
+    plain = LossConfig(normalize_advantages=False)
+    huge = rank.config("not finite", files="huge second", loss=plain, trainer=four)
+    rank.run("not finite", train.train, huge)
+    checkpoints = complete_checkpoints(huge.run_dir)
+    rank.results["not finite"]["checkpoints"] = [path.name for path in checkpoints]
     gap = rank.config("gap", scoring=ScoringConfig(max_behavior_gap=0.1))
     rank.run("gap", train.train, gap)
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
-    with joined(number, world=world, directory=directory, seconds=TIMEOUT_SECONDS):
+    with joined(number, world=world, directory=directory):
         watch = Watch()
         rank = Rank(world=world, directory=Path(directory), watch=watch)
         with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
@@ -99,6 +106,8 @@ def write_inputs(directory: str) -> None:
         [replace(s, ref_logprobs=None) for s in samples_of(TWELVE, seed=i, prefix=f"f{i}-")] for i in (2, 3)
     ]
     write_files(Path(directory) / "bare", bare)
+    huge = [replace(s, reward=3e38 if i % 2 else -3e38) for i, s in enumerate(samples_of(TWELVE, seed=5))]
+    write_files(Path(directory) / "huge second", [samples_of(TWELVE, seed=4, prefix="f"), huge])
     for name, model in DIRECTORIES.items():
         decoder = HybridDecoder(model, attention="reference")
         decoder.init_weights(7)  # runs have seed 0: initial weights of their own are others
