@@ -21,11 +21,35 @@ for _name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHEL
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
 
+# Files that take longest, in the order in which workers get them: what is left for the end is short.
+LONGEST_FIRST = (
+    "test_distributed.py",
+    "test_recipes.py",
+    "test_topologies.py",
+    "test_serving.py",
+    "test_balancing.py",
+    "test_doc_commands.py",
+    "test_compile.py",
+    "test_seeded_faults.py",
+    "test_no_hangs.py",
+    "test_titan.py",
+    "test_interop_recipes.py",
+    "test_two_ranks.py",
+    "test_processes.py",
+    "test_search.py",
+)
+
 VERIFIER = '''
 def odd(response: str, answer: str) -> float:
     """A verifier that an untrained policy satisfies now and then."""
     return float(len(response) % 2)
 '''
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order files, and keep the order of tests within each."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="module")

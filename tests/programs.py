@@ -30,6 +30,7 @@ SLOW = (
     "lightning.pytorch",
     "matplotlib.figure",
     "numba",
+    "pandas",  # pyarrow imports it when it first converts an array
     "omegaconf",
     "pyarrow.parquet",
     "pytest",
