@@ -1,23 +1,21 @@
 """Hugging Face directories by commands: train on two ranks, export, start again; tokenizers; refusals.
 
-What needs two ranks runs as `python train.py ...`; the rest calls the same command line in this process.
+What needs two ranks runs as under torchrun; the rest calls the same command line in this process.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from bounds import BOUND_SECONDS
 from chat_cases import MARKED, save_tokenizer
-from composing import ROOT, compose
+from composing import compose
+from launched import train_on_two_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -61,25 +59,10 @@ def here(place: Path, capfd: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-def python_train(*arguments: str, place: Path) -> tuple[int, str]:
-    environment = {**os.environ, "PYTHONPATH": str(place)}
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=place,
-        env=environment,
-        timeout=BOUND_SECONDS,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def checkpoint(place: Path) -> Path:
     """Three updates of two ranks that share experts."""
-    code, told = python_train(*PACKED, "run_name=t", "trainer.max_steps=3", place=place)
+    code, told = train_on_two_ranks(*PACKED, "run_name=t", "trainer.max_steps=3", place=place)
     assert code == 0, told
     return place / "outputs" / "t" / "checkpoints" / "step-3"
 
@@ -129,7 +112,7 @@ def test_two_ranks_start_from_the_directory_with_the_checkpoints_weights_to_the_
 ) -> None:
     """A KL term keeps what a run starts from: the weights that the ranks read into their shards."""
     run = ("run_name=again", "trainer.max_steps=1", f"init_from={directory}", "loss.kl_coef=0.01")
-    code, told = python_train(*PACKED, *run, place=place)
+    code, told = train_on_two_ranks(*PACKED, *run, place=place)
     assert code == 0, told
     trained = read_weights(str(checkpoint))
     assert identical(read_weights("outputs/again/reference"), trained)

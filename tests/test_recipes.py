@@ -23,6 +23,7 @@ import pytest
 import torch
 from bounds import BOUND_SECONDS
 from composing import ROOT
+from launched import train_on_two_ranks
 from omegaconf import OmegaConf
 
 from olmo_rl.cli import run as run_command
@@ -137,7 +138,8 @@ def training_files(*, steps: int, ranks: int) -> set[str]:
 def rolled(place: Path) -> Ended:
     own = ("task=jsonl", "task.path=problems.jsonl", "+task.verifier._target_=own_verifier.odd")
     collections = ("recipe=rollout", "run_name=r", "rollouts.collections=2")
-    return python_train(PACKED, *collections, *SMALL, *own, place=place)
+    code, printed = train_on_two_ranks(PACKED, *collections, *SMALL, *own, place=place)
+    return Ended(code=code, out=printed, err=printed)
 
 
 @pytest.fixture(scope="module")
