@@ -12,6 +12,7 @@ import pytest
 import torch
 from chat_cases import EOS, UNMARKED, save_tokenizer
 from composing import compose
+from launched import recipe_on_two_ranks
 from training_cases import config_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -233,7 +234,7 @@ def test_two_ranks_that_share_experts_train_from_one_copy_with_prompts_of_a_chat
     )
     config.trainer.max_steps = 1
     assert refusals(config) == []
-    run_recipe(config)
+    recipe_on_two_ranks(config, place=tmp_path)
     (row,) = read_metrics(tmp_path / "metrics.csv")
     assert row["replay/coverage"] == 1.0
     assert row["mismatch/mean"] < 1e-4
