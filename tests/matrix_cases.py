@@ -220,6 +220,11 @@ def write_inputs(directory: str) -> None:
         write_files(Path(directory), files)
 
 
+def write_faulty_inputs(directory: str) -> None:
+    """The files of `seeded_faults`."""
+    write_files(Path(directory), Files.packs)
+
+
 def files_of(directory: Path, files: Files, *, world: int) -> Path:
     return directory / files.value / f"world{world}"
 

@@ -113,7 +113,7 @@ def examine_copies(directory: str) -> None:
 def examine(copy: str) -> None:
     """Run the cells that tell the faults apart on one copy."""
     sys.path.insert(0, copy)
-    steps = ("write_inputs", "run_faulty_rank*1", "run_faulty_rank*2")
+    steps = ("write_faulty_inputs", "run_faulty_rank*1", "run_faulty_rank*2")
     for step in (*(f"matrix_cases:{step}" for step in steps), "mutants:judge"):
         fork(step, copy)
 

@@ -264,7 +264,7 @@ def test_a_stalled_engine_costs_its_time_limit_and_no_sample() -> None:
     with (
         listening(stand_in(never)) as stalled,
         listening(stand_in(answer_of)) as good,
-        client_of(stalled, good, timeout_seconds=1.0) as remote,
+        client_of(stalled, good, timeout_seconds=5.0) as remote,
     ):
         remote.publish("step-1", 1)
         assert len(complete(remote.generate(REQUESTS, max_new_tokens=4, seed=0))) == len(REQUESTS)
