@@ -14,7 +14,9 @@ import pytest
 import torch
 from composing import compose_fast
 from lightning.pytorch import Callback
+from model_cases import context_of
 from training_cases import (
+    MODEL,
     SMALL_PACKS,
     Run,
     config_of,
@@ -37,6 +39,7 @@ from olmo_rl.config import (
     ScoringMode,
     TrainerConfig,
 )
+from olmo_rl.data.packs import RouteMode
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.types import Refusal, Sample
@@ -341,3 +344,45 @@ def test_a_run_that_is_refused_lets_go_of_its_engines(
     with pytest.raises(Refusal, match="took no weights"):
         run(config)
     assert closed == [recipe]
+
+
+def scores_of(weights: dict[str, torch.Tensor], sample: Sample) -> torch.Tensor:
+    """Log-probs of the response tokens of one sample, alone in its row, under replayed routes."""
+    decoder = HybridDecoder(MODEL, attention="reference")
+    decoder.load_state_dict(weights)
+    assert sample.routes is not None
+    tail = np.arange(MODEL.top_k)  # the row of the last token predicts nothing
+    routes = {
+        layer: torch.from_numpy(np.vstack([sample.routes[:, i], tail]).astype(np.int64))
+        for i, layer in enumerate(MODEL.routed_layers)
+    }
+    context = context_of([len(sample)], mode=RouteMode.replay, routes=routes)
+    tokens = torch.from_numpy(sample.tokens.astype(np.int64))
+    with torch.no_grad():
+        logits = decoder(tokens, context).logits
+    logprobs = logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return logprobs[torch.from_numpy(sample.response_mask[1:])]
+
+
+def test_packs_of_equally_many_tokens_are_each_anchored_at_their_own_scores(tmp_path: Path) -> None:
+    samples = samples_of(((3, 3),) * 12, seed=5, group_size=3)
+    write_files(tmp_path / "run", [samples])
+    run = fit(
+        config_of(
+            tmp_path / "run",
+            packing=SMALL_PACKS,
+            batch=BatchConfig(samples_per_step=6),
+            trainer=TrainerConfig(max_steps=2),
+        )
+    )
+    packs = run.events("packing")[1]["samples_per_pack"]
+    assert packs == [3, 3]
+    before, after = run.recorder.weights
+    anchors = [scores_of(before, sample) for sample in samples[6:]]
+    moved = [scores_of(after, sample) for sample in samples[6:]]
+
+    def drift(anchors: list[torch.Tensor]) -> float:
+        return float((torch.cat(moved) - torch.cat(anchors)).abs().mean())
+
+    assert run.rows[1]["loss/ratio_drift"] == pytest.approx(drift(anchors), rel=1e-4)
+    assert drift(anchors[3:] + anchors[:3]) > 2 * drift(anchors) > 0
