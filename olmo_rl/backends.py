@@ -14,7 +14,7 @@ import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from olmo_rl.config import Config
+from olmo_rl.config import Config, LoggerKind
 from olmo_rl.mixers import Family, families, has_window
 from olmo_rl.types import Refusal
 from olmo_rl.user_code import SURROGATE, load
@@ -196,6 +196,11 @@ def missing(config: Config) -> list[str]:
             load(config.loss.surrogate, key="loss.surrogate", takes=SURROGATE)
         except Refusal as refusal:
             lacking += refusal.reasons
+    if config.logger.kind is LoggerKind.wandb and not importable("wandb"):
+        lacking.append(
+            "logger=wandb needs wandb, which is not installed: pip install -c constraints.txt -e '.[wandb]', "
+            "or set logger=csv"
+        )
     if config.policy.compile:
         name, variable = ("g++", "CXX") if device_of(config) == "cpu" else ("gcc", "CC")
         compiler = os.environ.get(variable, name)

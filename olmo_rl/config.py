@@ -239,6 +239,16 @@ class Overlong(Choice):
     truncate = "truncate"
 
 
+class TrainOn(Choice):
+    all = "all"
+    last = "last"
+
+
+class OverlongPrompt(Choice):
+    refuse = "refuse"
+    leave_out = "leave_out"  # counted as rollouts/overlong_prompts
+
+
 class TaskKind(Choice):
     addition = "addition"
     reasoning_gym = "reasoning_gym"
@@ -401,6 +411,9 @@ class TaskConfig:
     )
     on_verifier_failure: OnVerifierFailure = key(
         OnVerifierFailure.refuse, "jsonl: a verifier raises or exceeds its time limit", needs=_JSONL
+    )
+    overlong: OverlongPrompt = key(
+        OverlongPrompt.refuse, "prompts that leave no room in model.max_seq_len for the response"
     )
     eval_problems: int = key(200, "held-out problems, never trained on", min=0)
     eval_interval: int = key(50, "updates between evaluations, 0 = none", min=0)
@@ -867,6 +880,12 @@ class SftConfig:
     overlong: Overlong = key(
         Overlong.refuse, "conversations of more than model.max_seq_len tokens", needs=_CHAT_DATA
     )
+    train_on: TrainOn = key(
+        TrainOn.all,
+        "assistant turns that are trained; last also serves templates that rewrite earlier turns",
+        needs=_CHAT_DATA,
+    )
+    ignore: list[str] = key([], "names of a row that mean nothing here", needs=_CHAT_DATA)
     eval_path: str | None = key(None, "held-out conversations, read like path", needs=_CHAT_DATA)
     eval_split: str = key("validation", "datasets: rows of eval_path", needs=(_DATASETS, _HELD_OUT))
     eval_samples: int | None = key(
@@ -1065,6 +1084,17 @@ class Config:
     def trains(self) -> bool:
         """Whether the recipe is a training run; recipe=validate is judged as one."""
         return self.recipe in (Recipe.train, Recipe.sft, Recipe.validate)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether responses to prompts of the task are generated."""
+        return self.generates and self.recipe is not Recipe.sft and self.sft.path is None
+
+    @property
+    def demonstrates(self) -> bool:
+        """Whether the task's answers are trained on."""
+        supervised = self.recipe is Recipe.sft and self.sft.path is None
+        return self.warm_start.steps > 0 or supervised
 
     def scores_separately(self, *, steps_in_collection: int) -> bool:
         """Whether an update needs a scoring pass of its own: asked for, with a reference, or because after

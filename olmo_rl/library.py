@@ -83,13 +83,14 @@ def run_recipe(config: Config) -> None:
         module, _, function = recipe.entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
         return
-    from olmo_rl.data.preflight import refuse_files, refuse_supervised
+    from olmo_rl.data.preflight import preflight
     from olmo_rl.running.ranks import run_ranks
 
-    if config.recipe is Recipe.train:
-        refuse_files(config)
-    elif config.recipe is Recipe.sft:
-        refuse_supervised(config)
+    preflight(config)
+    if config.upcycle.dense is not None:
+        from olmo_rl.policy.upcycling import refuse_misfits
+
+        refuse_misfits(config)
     run_ranks(recipe.entry, config)
 
 

@@ -12,6 +12,7 @@ from olmo_rl.collections.generation import build_parts
 from olmo_rl.collections.sources import GeneratingSource
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
+from olmo_rl.data.means import Mean, shown
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.running.upcycled import upcycled
 from olmo_rl.running.warm_start import warm_start
@@ -45,9 +46,9 @@ def generate(config: Config) -> None:
             rewards = [sample.reward for sample in judged]
             tokens = int(collection.lengths.sum())
             write_collection(collection, path)
-            mean = sum(rewards) / max(1, len(rewards))
+            mean = shown(Mean.of(rewards).value)
             left_out = f", {failed} without a verdict left out" if failed else ""
-            print(f"{path.name}: {len(rewards)} samples, {tokens} tokens, mean reward {mean:.3f}{left_out}")
+            print(f"{path.name}: {len(rewards)} samples, {tokens} tokens, mean reward {mean}{left_out}")
 
     module.on_predict = draw
     try:

@@ -1,4 +1,4 @@
-"""Refuse everything that can be refused, all at once, before weights load; else tell what the run would be.
+"""Refuse everything that can be refused, all at once, before weights load; else describe the run.
 
 No process group and no weights: the model is built without storage. The configured device and topology are
 judged, not this machine's.
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from olmo_rl.backends import backends_of, missing
 from olmo_rl.config import Config
-from olmo_rl.data.preflight import Findings, look_into_chat, look_into_files, look_into_task
-from olmo_rl.hf_config import directory_reasons
+from olmo_rl.data.preflight import examine
 from olmo_rl.planning.report import scoring_remark
 from olmo_rl.refusals import refusals
 from olmo_rl.types import Refusal, Topology
@@ -20,18 +19,14 @@ from olmo_rl.types import Refusal, Topology
 
 def run(config: Config) -> None:
     """The configuration, the files and the task it names, then the model."""
-    findings = Findings(reasons=refusals(config))
-    look_into_files(config, findings, plan=not findings.reasons)
-    look_into_task(config, findings)
-    look_into_chat(config, findings)
-    findings.reasons.extend(directory_reasons(config))
+    findings = examine(config, reasons=refusals(config))
     if findings.reasons:
         raise Refusal(findings.reasons)
-
     if config.upcycle.dense is not None:
         from olmo_rl.policy.upcycling import refuse_misfits
 
         refuse_misfits(config)
+
     model, topology = config.model, Topology(config.world_size, config.ep_degree)
     from olmo_rl.policy.footprint import memory_table  # after the refusals: they need no torch
     from olmo_rl.policy.interop import parameter_shapes

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from olmo_rl.config import SftConfig, SftFormat
-from olmo_rl.data.chat import ChatRow, render, turns_of
+from olmo_rl.data.chat import render
 from olmo_rl.data.chat_files import ChatStream, RowFile, open_chat, rows_in_order
 from olmo_rl.data.tokenizers import ByteTokenizer, HfTokenizer, load_tokenizer
+from olmo_rl.data.turns import ChatRow, conversation_of
 from olmo_rl.types import Refusal
 
 TURNS = [
@@ -61,7 +62,7 @@ def test_the_plain_form_trains_every_turn_of_the_assistant_with_its_end_and_noth
 
 
 def test_a_prompt_with_a_response_is_a_task_demonstration_byte_for_byte() -> None:
-    tokens, trained = render(row({"prompt": "1+2=", "response": "3", "source": 7}), tokenizer=ByteTokenizer())
+    tokens, trained = render(row({"prompt": "1+2=", "response": "3"}), tokenizer=ByteTokenizer())
     assert tokens.tolist() == [*b"1+2=", *b"3", 258]
     assert trained.tolist() == [False] * 4 + [True] * 2
 
@@ -90,7 +91,7 @@ def test_a_token_that_reaches_into_a_turn_is_trained(tmp_path: Path) -> None:
 
 def test_templates_that_rewrite_or_refuse_turns_are_refused_with_the_turn(tmp_path: Path) -> None:
     last = "{% for m in messages %}{{ m.role + m.content if loop.last else m.content }}{% endfor %}"
-    with pytest.raises(Refusal, match=r"f\.jsonl, line 3: messages\[2\]: .*\{% generation %\} markers"):
+    with pytest.raises(Refusal, match=r"f\.jsonl, line 3: messages\[2\]: .*set sft\.train_on=last"):
         render(row({"messages": TURNS}), tokenizer=hf(tmp_path / "last", last))
     strict = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(Refusal, match=r"line 3: .*roles must alternate"):
@@ -117,7 +118,11 @@ def test_templates_that_rewrite_or_refuse_turns_are_refused_with_the_turn(tmp_pa
         ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role is 'bot': known are system"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role is ['user']"),
         ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
-        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content is not text"),
+        (
+            {"messages": [{"role": "user", "content": [{"image": "a"}]}]},
+            "messages[0].content[0] is no text part",
+        ),
+        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content is not text"),
         ({"messages": TURNS[:2]}, "no turn of the assistant"),
         ({"messages": [*TURNS[:2], {"role": "assistant", "content": ""}]}, "messages[2].content is empty"),
         ({"messages": [*TURNS[:2], {"role": "assistant", "content": "\ud800"}]}, r"half of a surrogate pair"),
@@ -137,7 +142,7 @@ def test_a_row_that_is_no_conversation_is_refused_by_line_and_name(value: object
 )
 def test_a_line_that_cannot_be_parsed_is_refused_by_line(line: bytes) -> None:
     with pytest.raises(Refusal, match=r"^f\.jsonl, line 3: (not JSON|nested too deeply)"):
-        turns_of(ChatRow(where="f.jsonl, line 3", id="", raw=line))
+        conversation_of(ChatRow(where="f.jsonl, line 3", id="", raw=line))
 
 
 def test_half_a_surrogate_pair_in_another_part_of_a_message_is_refused(tmp_path: Path) -> None:
@@ -158,16 +163,16 @@ def write_all(directory: Path, count: int) -> dict[str, list[RowFile]]:
     pq.write_table(pa.Table.from_pylist(rows), directory / "b" / "x.parquet", row_group_size=3)
     table = datasets.Dataset.from_list(rows)
     datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(directory / "c")
-    saved = SftConfig(format=SftFormat.datasets)
+    saved, plain = SftConfig(format=SftFormat.datasets, ignore=["other"]), SftConfig(ignore=["other"])
     return {
-        "jsonl": open_chat(str(directory / "a"), config=SftConfig(), key="sft.path", split="train"),
-        "parquet": open_chat(str(directory / "b"), config=SftConfig(), key="sft.path", split="train"),
+        "jsonl": open_chat(str(directory / "a"), config=plain, key="sft.path", split="train"),
+        "parquet": open_chat(str(directory / "b"), config=plain, key="sft.path", split="train"),
         "datasets": open_chat(str(directory / "c"), config=saved, key="sft.path", split="train"),
     }
 
 
 def contents(rows: list[ChatRow]) -> list[str]:
-    return [turns_of(row)[0]["content"] for row in rows]
+    return [conversation_of(row).turns[0]["content"] for row in rows]
 
 
 def test_three_formats_give_the_same_rows_in_the_same_order(tmp_path: Path) -> None:

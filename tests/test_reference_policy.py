@@ -41,7 +41,7 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
-from olmo_rl.data.preflight import refuse_files
+from olmo_rl.data.preflight import preflight
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.interop import save_weights
 from olmo_rl.refusals import refusals
@@ -240,7 +240,7 @@ def test_files_that_mix_two_references_are_refused_naming_sample_and_file(
     ):
         config = run_of(tmp_path / name, collections, steps=2)
         with pytest.raises(Refusal, match=r"carries ref_logprobs, .* does not: loss\.kl_coef=0\.5"):
-            refuse_files(config)
+            preflight(config)
         with pytest.raises(Refusal, match=words):
             fit(config)
     (tmp_path / "weights.safetensors").touch()

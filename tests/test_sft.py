@@ -319,7 +319,7 @@ def test_validate_looks_at_the_first_rows_and_tells_what_they_hold(
     tokenizer = save_tokenizer(tmp_path / "silent", template=silent)
     given = ("recipe=validate", f"sft.path={chat}", f"model.tokenizer={tokenizer}", "model.vocab_size=300")
     validate.run(compose("+experiment=sft_chat", *given))
-    assert "nothing teaches the policy to stop" in capsys.readouterr().out
+    assert "the policy does not learn to stop" in capsys.readouterr().out
 
 
 def test_all_that_first_rows_would_be_refused_for_is_told_at_once(tmp_path: Path) -> None:
@@ -335,11 +335,11 @@ def test_all_that_first_rows_would_be_refused_for_is_told_at_once(tmp_path: Path
     given = (f"sft.path={path}", f"sft.eval_path={deep}", "model.max_seq_len=64", "packing.max_tokens=64")
     findings = Findings()
     look_into_chat(compose("+experiment=sft_chat", *given), findings)
-    starts = [f"{path}, line {n}: " for n in (2, 4, 3)] + [f"{deep}, line 1: nested too deeply"]
+    starts = [f"{path}, line {n}: " for n in (2, 3, 4)] + [f"{deep}, line 1: nested too deeply"]
     assert len(findings.reasons) == 4
     for reason, start in zip(findings.reasons, starts, strict=True):
         assert reason.startswith(start)
-    assert "sft.overlong=drop" in findings.reasons[2]
+    assert "sft.overlong=drop" in findings.reasons[1]
     findings = Findings()
     look_into_chat(compose("+experiment=sft_chat", *given, "model.tokenizer=/nowhere"), findings)
     assert len(findings.reasons) == 1

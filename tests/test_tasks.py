@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from olmo_rl.config import TaskConfig, TaskKind
 from olmo_rl.data.gym import SEVERAL_ANSWERS
-from olmo_rl.data.tasks import Problem, build_task, is_held_out
+from olmo_rl.data.problems import Problem, is_held_out
+from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import ByteTokenizer, load_tokenizer
 from olmo_rl.types import Refusal
 
@@ -259,7 +260,9 @@ def test_lines_are_split_by_a_stable_hash_of_the_prompt(tmp_path: Path) -> None:
 
 
 def test_the_split_does_not_depend_on_the_process() -> None:
-    code = "from olmo_rl.data.tasks import is_held_out; print([i for i in range(99) if is_held_out(str(i))])"
+    code = (
+        "from olmo_rl.data.problems import is_held_out; print([i for i in range(99) if is_held_out(str(i))])"
+    )
     runs = {
         subprocess.run(
             [sys.executable, "-c", code],

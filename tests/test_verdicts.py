@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,11 @@ from training_cases import samples_of
 from olmo_rl.cli import run as run_command
 from olmo_rl.collections.collecting import _describe
 from olmo_rl.data.means import Mean, shown
-from olmo_rl.data.tasks import is_held_out
+from olmo_rl.data.problems import is_held_out
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.reward_picture import draw_reward
+from olmo_rl.training.measures import StepTotals
 
 HERE = __name__
 RUN = (
@@ -138,3 +140,20 @@ def test_a_verifier_that_fails_at_one_rank_is_refused_and_saved_by_all(place: Pa
     assert "Traceback" not in done.stderr
     (run,) = (place / "outputs").glob("packed_moe*")
     assert [path.name for path in complete_checkpoints(run)] == ["step-1"]
+
+
+def test_means_of_an_update_over_nothing_are_none() -> None:
+    nothing = {"sum/gap": 0.0, "count/scored": 0.0, "sum/overlap": 0.0, "count/recorded_rows": 0.0}
+    totals = StepTotals(
+        sums=nothing,
+        p99_gap=None,
+        max_drift=0.0,
+        max_log_ratio=0.0,
+        max_ratio=0.0,
+        expert_entropies=(),
+        balance=None,
+    )
+    assert totals.mean_gap is totals.mean_drift is totals.overlap is None
+    known = replace(totals, sums=nothing | {"sum/gap": 3.0, "count/scored": 4.0})
+    assert known.mean_gap == 0.75
+    assert known.mean_drift is None, "a mean of what was never added up"

@@ -7,21 +7,17 @@ that is refused is refused by every rank alike. Owns the counts of conversations
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from olmo_rl.collections.agreement import outcome, together
 from olmo_rl.config import Config, Overlong
-from olmo_rl.data.chat import ChatRow, render, supervised_sample, too_long
+from olmo_rl.data.chat import Document, render, supervised_sample, too_long, within
 from olmo_rl.data.chat_files import ChatStream
 from olmo_rl.data.tokenizers import Tokenizer
+from olmo_rl.data.turns import ChatRow
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
-
-_REPORTED = 20  # invalid rows of one draw that are reported
-
-Document = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 
 class Conversations:
@@ -68,30 +64,23 @@ class Conversations:
 
     def _rendered(self, rows: list[ChatRow]) -> list[Document]:
         rank, ranks = self._strategy.global_rank, self._strategy.topology.world_size
-        shares = self._strategy.gather_objects([self._try(row) for row in rows[rank::ranks]])
+        # A refusal is a result here: the other ranks wait for this one's share.
+        shares = self._strategy.gather_objects(
+            [
+                outcome(partial(render, row, tokenizer=self._tokenizer, train_on=self._config.sft.train_on))
+                for row in rows[rank::ranks]
+            ]
+        )
         results = [shares[i % ranks][i // ranks] for i in range(len(rows))]
-        reasons = [reason for result in results if isinstance(result, Refusal) for reason in result.reasons]
-        if reasons:
-            raise Refusal(reasons[:_REPORTED])
-        return results
-
-    def _try(self, row: ChatRow) -> Document | Refusal:
-        """A refusal is a result here: the other ranks wait for this one's share."""
-        try:
-            return render(row, tokenizer=self._tokenizer)
-        except Refusal as refusal:
-            return refusal
+        return together(results)
 
     def _fitted(self, document: Document, *, where: str) -> Document | None:
         """The document as it is trained; None where it is dropped."""
-        tokens, trained = document
         longest, overlong = self._config.model.max_seq_len, self._config.sft.overlong
-        if len(tokens) <= longest:
+        if len(document[0]) <= longest:
             return document
         if overlong is Overlong.refuse:
-            raise Refusal(too_long(where, tokens=len(tokens), longest=longest))
-        if overlong is Overlong.drop or not trained[1:longest].any():
-            self._counts["dropped"] += 1
-            return None
-        self._counts["truncated"] += 1
-        return tokens[:longest], trained[:longest]
+            raise Refusal(too_long(where, tokens=len(document[0]), longest=longest))
+        fitted = within(document, longest=longest, overlong=overlong)
+        self._counts["dropped" if fitted is None else "truncated"] += 1
+        return fitted

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from olmo_rl.config import Config, Source
+from olmo_rl.data.problems import Task
 from olmo_rl.data.prompting import task_of
-from olmo_rl.data.tasks import Task
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.rollouts.engines import RemoteEngine

@@ -8,27 +8,26 @@ collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
+from olmo_rl.collections.agreement import outcome, together
 from olmo_rl.collections.generation import RolloutParts
 from olmo_rl.config import Config, RolloutsConfig
 from olmo_rl.config import Source as SourceKind
 from olmo_rl.data.files import collection_paths
 from olmo_rl.data.preflight import read_for, unknown_sampling
-from olmo_rl.data.tasks import Problem
+from olmo_rl.data.problems import Problem
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Collection, Refusal, Sample, Sampling
-
-T = TypeVar("T")
+from olmo_rl.types import Collection, Sample, Sampling
 
 
 class RolloutSource(Protocol):
@@ -75,6 +74,7 @@ class Asked:
     requests: list[tuple[str, str, Problem]]
     mine: list[tuple[str, str, Problem]]
     answers: Callable[[], Sequence[Generation | None]]
+    drawn: Mapping[str, int]  # what the task counted at this rank while it drew the problems
     counts: Counts | None = None  # of a serving engine, whole once the answers are there
 
 
@@ -101,12 +101,7 @@ class GeneratingSource:
         asked = self._ahead
         if asked is None or asked.key != key:
             asked = self._ask(key)
-        judged: tuple[list[Sample], dict[str, float]] | Refusal
-        try:
-            judged = self._judged(asked)
-        except Refusal as refusal:  # a result here: the other ranks wait for this one's share
-            judged = refusal
-        parts = together(self._strategy.gather_objects(judged))
+        parts = together(self._strategy.gather_objects(outcome(lambda: self._judged(asked))))
         by_id = {sample.id: sample for mine, _ in parts for sample in mine}
         collection = Collection(
             samples=[by_id[id] for _, id, _ in asked.requests if id in by_id],
@@ -123,14 +118,15 @@ class GeneratingSource:
     def _judged(self, asked: Asked) -> tuple[list[Sample], dict[str, float]]:
         """This rank's samples with their rewards, and its counts."""
         answers = asked.answers()
-        before = dict(self._task.counts)
+        before = self._task.counts
         samples = [
             self._sample(group, id=id, problem=problem, generation=generation)
             for (group, id, problem), generation in zip(asked.mine, answers, strict=True)
             if generation is not None
         ]
         counted = {
-            f"rollouts/{name}": float(count - before[name]) for name, count in self._task.counts.items()
+            f"rollouts/{name}": float(count - before[name] + asked.drawn[name])
+            for name, count in self._task.counts.items()
         }
         return samples, counted | ({} if asked.counts is None else asked.counts.metrics())
 
@@ -147,7 +143,10 @@ class GeneratingSource:
         rollouts = self._config.rollouts
         seed = _seed(self._config.seed, index, attempt)
         # Some datasets draw from state that differs between processes.
-        problems = self._strategy.from_rank_zero(lambda: self._task.problems(groups, seed=seed))
+        before = self._task.counts
+        drawn = self._strategy.from_rank_zero(lambda: outcome(lambda: self._task.problems(groups, seed=seed)))
+        (problems,) = together([drawn])
+        counted = {name: count - before[name] for name, count in self._task.counts.items()}
         requests: list[tuple[str, str, Problem]] = []
         for number, problem in enumerate(problems):
             group = f"c{index}-a{attempt}-p{number}"
@@ -164,9 +163,9 @@ class GeneratingSource:
         if isinstance(self._engine, RemoteEngine):
             counts = Counts()
             answers = self._engine.start(prompts, counts=counts, **settings).result
-            return Asked(key=key, requests=requests, mine=mine, answers=answers, counts=counts)
+            return Asked(key=key, requests=requests, mine=mine, answers=answers, counts=counts, drawn=counted)
         generate = partial(self._engine.generate, prompts, **settings)
-        return Asked(key=key, requests=requests, mine=mine, answers=generate)
+        return Asked(key=key, requests=requests, mine=mine, answers=generate, drawn=counted)
 
     def _sample(self, group: str, *, id: str, problem: Problem, generation: Generation) -> Sample:
         prompt = len(generation.tokens) - len(generation.logprobs)
@@ -187,14 +186,6 @@ class GeneratingSource:
             prompt=problem.prompt,
             response=response,
         )
-
-
-def together(parts: Sequence[T | Refusal]) -> list[T]:
-    """What every rank found; a refusal of any rank is raised by all, so that they save and end together."""
-    reasons = [reason for part in parts if isinstance(part, Refusal) for reason in part.reasons]
-    if reasons:
-        raise Refusal(reasons)
-    return [part for part in parts if not isinstance(part, Refusal)]
 
 
 def sampling_of(rollouts: RolloutsConfig) -> Sampling:

@@ -17,12 +17,13 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from olmo_rl.collections.agreement import outcome, together
 from olmo_rl.collections.step_loader import StepLoader
 from olmo_rl.config import Config
 from olmo_rl.data.chat import supervised_sample
 from olmo_rl.data.collate import step_of_rank
 from olmo_rl.data.packs import Step
-from olmo_rl.data.tasks import Problem, Task, demonstration
+from olmo_rl.data.problems import Problem, Task, demonstration
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.planning.packing import plan_step, unpacked_plan
 from olmo_rl.training.module import PolicyModule
@@ -153,7 +154,8 @@ class TaskDemonstrations:
     def draw(self, count: int) -> list[Sample]:
         """Rank 0 chooses: another process might make problems otherwise."""
         seed = _step_seed(self._config.seed, self._draws)
-        problems = self._strategy.from_rank_zero(lambda: self._task.problems(count, seed=seed))
+        drawn = self._strategy.from_rank_zero(lambda: outcome(lambda: self._task.problems(count, seed=seed)))
+        (problems,) = together([drawn])
         samples = [self._sample(problem, id=f"step{self._draws}-{i}") for i, problem in enumerate(problems)]
         self._draws += 1
         return samples

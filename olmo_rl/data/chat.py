@@ -1,56 +1,62 @@
-"""One row of chat data -> token ids with a mask of what the assistant said. No torch here.
+"""One row of chat data -> token ids with a mask of the assistant turns that are trained. No torch here.
 
-A row is an object with `messages`, a list of {"role", "content"}, or, where it has none, with `prompt` and
-`response`, which stand for one user and one assistant turn; other names of a row are left alone. A tokenizer
-with a chat template renders the turns: by the template's own generation markers where it has them, else turn
-by turn, each rendering checked to continue the previous one. A tokenizer without one (bytes, characters)
+`turns` says what a row may be. A tokenizer with a chat template renders the turns, with the tools and
+template arguments of the row: by the template's own generation markers where it has them, else turn by
+turn, each rendering checked to continue the previous one. A tokenizer without one (bytes, characters)
 writes the plain form: turns follow each other without marks, two turns in a row that are not the
-assistant's are set apart by a newline, an assistant turn ends with the end-of-sequence id.
+assistant's are separated by a newline, an assistant turn ends with the end-of-sequence id.
 
-Refuses, by file, line and name: rows that are no conversation, roles it does not know, no or empty assistant
-turns, text that cannot be encoded, templates that fail or rewrite earlier turns. T tokens of a conversation.
+Refuses, by file, line and name: parts of a row that the template does not read, text that cannot be
+encoded, templates that fail, templates that rewrite earlier turns unless only the last one is trained. T
+tokens of a conversation.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.data.json_lines import parse_line, text_fault
+from olmo_rl.config import Overlong, TrainOn
+from olmo_rl.data.json_lines import text_fault
 from olmo_rl.data.tokenizers import HfTokenizer, Tokenizer
+from olmo_rl.data.turns import NAMES, ChatRow, Conversation, Turn, conversation_of
 from olmo_rl.types import Refusal, Sample
 
-ROLES = ("system", "user", "assistant", "tool")
-COLUMNS = ("messages", "prompt", "response")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Parts of a message that mean something to the policy: a template that does not read them loses them.
+_MEANT = ("tool_calls", "reasoning_content")
+# Arguments of `apply_chat_template` that rows may not set.
+_RESERVED = (
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "messages",
+)
 
-Turn = dict[str, Any]
+Document = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChatRow:
-    """One row as it lies in its file. `where` names file and line, `id` the same in short; `raw` is the JSON
-    line, or the cells of a table.
-    """
-
-    where: str
-    id: str
-    raw: bytes | Mapping[str, Any]
-
-
-def render(row: ChatRow, *, tokenizer: Tokenizer) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """int32 [T] ids of the conversation, bool [T]: those of assistant turns."""
-    turns = turns_of(row)
+def render(row: ChatRow, *, tokenizer: Tokenizer, train_on: TrainOn = TrainOn.all) -> Document:
+    """int32 [T] ids of the conversation, bool [T]: those of assistant turns that are trained."""
+    conversation = conversation_of(row)
+    if train_on is TrainOn.last:
+        last = max(i for i, turn in enumerate(conversation.turns) if turn["role"] == "assistant")
+        conversation = replace(conversation, trained=tuple(i for i in conversation.trained if i == last))
     try:
+        if not conversation.trained:
+            raise Refusal("sft.train_on=last, and weight or train exclude the last turn of the assistant")
         if isinstance(tokenizer, HfTokenizer) and tokenizer.backend.chat_template:
-            ids, trained = _by_template(turns, backend=tokenizer.backend)
+            ids, trained = _by_template(conversation, backend=tokenizer.backend)
         else:
-            ids, trained = _plain(turns, tokenizer=tokenizer)
+            ids, trained = _plain(conversation, tokenizer=tokenizer)
         if not any(trained[1:]):
             raise Refusal(
                 "no token of the assistant has a token before it, so nothing can be trained: does the chat "
@@ -59,6 +65,16 @@ def render(row: ChatRow, *, tokenizer: Tokenizer) -> tuple[NDArray[np.int32], ND
     except Refusal as refusal:
         raise Refusal([f"{row.where}: {reason}" for reason in refusal.reasons]) from None
     return np.array(ids, dtype=np.int32), np.array(trained, dtype=np.bool_)
+
+
+def within(document: Document, *, longest: int, overlong: Overlong) -> Document | None:
+    """A document as it is trained under a context of `longest` tokens; None where it is dropped."""
+    tokens, trained = document
+    if len(tokens) <= longest:
+        return document
+    if overlong is Overlong.truncate and trained[1:longest].any():
+        return tokens[:longest], trained[:longest]
+    return None
 
 
 def user_prompt(text: str, *, tokenizer: Tokenizer, system: str | None) -> str:
@@ -96,80 +112,15 @@ def too_long(where: str, *, tokens: int, longest: int) -> str:
     )
 
 
-def turns_of(row: ChatRow) -> list[Turn]:
-    """The turns of a row, checked: each has a known role and content, and the assistant speaks."""
-    cells = parse_line(row.raw, where=row.where) if isinstance(row.raw, bytes) else row.raw
-    if not isinstance(cells, Mapping):
-        raise Refusal(f'{row.where}: not an object: write {{"messages": [...]}} or prompt and response')
-    if cells.get("messages") is not None:
-        turns, fault = cells["messages"], _messages_fault(cells["messages"])
-    else:
-        turns = [
-            {"role": "user", "content": cells.get("prompt")},
-            {"role": "assistant", "content": cells.get("response")},
-        ]
-        fault = _pair_fault(cells)
-    if fault is not None:
-        raise Refusal(f"{row.where}: {fault}")
-    # A table gives every message every column; None says that a message has no such part.
-    return [{name: value for name, value in turn.items() if value is not None} for turn in turns]
-
-
-def _pair_fault(cells: Mapping[str, Any]) -> str | None:
-    missing = [name for name in ("prompt", "response") if cells.get(name) is None]
-    if len(missing) == 2:
-        return "neither 'messages' nor 'prompt' and 'response'"
-    if missing:
-        return f"{missing[0]!r} is missing"
-    for name in ("prompt", "response"):
-        if (fault := _text_fault(cells[name], name=f"{name!r}")) is not None:
-            return fault
-        if not cells[name]:
-            return f"{name!r} is empty"
-    return None
-
-
-def _messages_fault(messages: object) -> str | None:
-    if not isinstance(messages, list):
-        return "'messages' is not a list"
-    if not messages:
-        return "'messages' is empty"
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            return f"{where} is not an object with role and content"
-        role = message.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            return f"{where}.role is {role!r}: known are {', '.join(ROLES)}"
-        if (fault := _text_fault(message.get("content"), name=f"{where}.content")) is not None:
-            return fault
-        if role == "assistant" and not message["content"] and not _more_parts(message):
-            return f"{where}.content is empty: there is nothing to learn from that turn"
-    if not any(message["role"] == "assistant" for message in messages):
-        return "no turn of the assistant, so nothing to train on: leave the row out"
-    return None
-
-
-def _text_fault(value: object, *, name: str) -> str | None:
-    if value is None:
-        return f"{name} is missing"
-    if not isinstance(value, str):
-        return f"{name} is not text"
-    fault = text_fault(value)
-    return None if fault is None else f"{name} {fault}"
-
-
-def _more_parts(message: Mapping[str, Any]) -> list[str]:
-    """Names of what a message has beside role and content."""
-    return [name for name, value in message.items() if value is not None and name not in ("role", "content")]
-
-
-def _plain(turns: list[Turn], *, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _plain(conversation: Conversation, *, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    if conversation.tools is not None or conversation.template_arguments:
+        name = "tools" if conversation.tools is not None else "chat_template_kwargs"
+        raise Refusal(f"{name!r} needs a chat template: choose a model.tokenizer that has one")
     ids: list[int] = []
     trained: list[bool] = []
     previous = "assistant"
-    for index, turn in enumerate(turns):
-        if parts := _more_parts(turn):
+    for index, turn in enumerate(conversation.turns):
+        if parts := [name for name in turn if name not in ("role", "content")]:
             raise Refusal(
                 f"messages[{index}].{parts[0]}: the plain form of a tokenizer without chat template has role "
                 "and content only: choose a model.tokenizer with a chat template"
@@ -178,27 +129,69 @@ def _plain(turns: list[Turn], *, tokenizer: Tokenizer) -> tuple[list[int], list[
         apart = "" if speaks or previous == "assistant" else "\n"
         part = tokenizer.encode(apart + turn["content"]) + ([tokenizer.eos_id] if speaks else [])
         ids += part
-        trained += [speaks] * len(part)
+        trained += [index in conversation.trained] * len(part)
         previous = turn["role"]
     return ids, trained
 
 
-def _by_template(turns: list[Turn], *, backend: Any) -> tuple[list[int], list[bool]]:
+def _by_template(conversation: Conversation, *, backend: Any) -> tuple[list[int], list[bool]]:
     if not backend.is_fast:
         raise Refusal("the tokenizer has no fast form, which says where in the text a token lies")
-    if _MARKED.search(_template_of(backend)):
+    template = _template_of(backend)
+    conversation = _readable(conversation, template=template)
+    settings: dict[str, Any] = {"tools": conversation.tools, **conversation.template_arguments}
+    if _MARKED.search(template):
         encoded = _apply(
             lambda: backend.apply_chat_template(
-                turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                conversation.turns,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                **settings,
             )
         )
-        ids, trained = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
-    else:
-        text, spans = _spans(turns, backend=backend)
-        encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-        trained = _overlapping(offsets, spans=spans)
-    return ids, trained
+        ids, marks = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
+        return ids, _chosen(marks, conversation=conversation)
+    text, spans = _spans(conversation, backend=backend, settings=settings)
+    encoded = backend(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    return ids, _overlapping(offsets, spans=spans)
+
+
+def _readable(conversation: Conversation, *, template: str) -> Conversation:
+    """The conversation with names that the template knows; refuses parts that it would lose."""
+    if conversation.tools is not None and "tools" not in template:
+        raise Refusal("the chat template does not read 'tools': choose another, or leave them out")
+    for name in conversation.template_arguments:
+        if name in _RESERVED or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise Refusal(f"chat_template_kwargs.{name}: the chat template reads no such argument")
+    turns: list[Turn] = []
+    for index, turn in enumerate(conversation.turns):
+        for name in turn:
+            if name not in template and (name in _MEANT or name not in NAMES):
+                raise Refusal(f"messages[{index}].{name}: the chat template reads no such name")
+        if turn["role"] == "developer" and "developer" not in template:
+            turn = {**turn, "role": "system"}  # the older name of the same role
+        turns.append(turn)
+    return replace(conversation, turns=turns)
+
+
+def _chosen(marks: list[bool], *, conversation: Conversation) -> list[bool]:
+    """Marks of the trained turns: one run of marked tokens for each assistant turn, in order."""
+    spoken = [i for i, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
+    if list(conversation.trained) == spoken:
+        return marks
+    starts = [t for t, mark in enumerate(marks) if mark and (t == 0 or not marks[t - 1])]
+    if len(starts) != len(spoken):
+        raise Refusal(
+            f"the template marks {len(starts)} spans for {len(spoken)} turns of the assistant, so single "
+            "turns cannot be excluded: separate them by other turns, or use another template"
+        )
+    chosen, turn = [], -1
+    for t, mark in enumerate(marks):
+        turn += t in starts
+        chosen.append(mark and spoken[turn] in conversation.trained)
+    return chosen
 
 
 def _template_of(backend: Any) -> str:
@@ -210,7 +203,7 @@ def _template_of(backend: Any) -> str:
 
 def _apply(call: Callable[[], Any]) -> Any:
     """What a template makes of turns; a template may refuse them itself, and its text may be none."""
-    from jinja2 import TemplateError  # transformers brings it with its templates
+    from jinja2 import TemplateError  # a dependency of transformers' templates
 
     try:
         return call()
@@ -218,45 +211,57 @@ def _apply(call: Callable[[], Any]) -> Any:
         raise Refusal(f"the chat template refuses this conversation: {error}") from None
     except UnicodeEncodeError:
         raise Refusal("a part of a message holds half of a surrogate pair, which is no text") from None
+    except TypeError as error:  # a template that adds text to what a row does not have
+        raise Refusal(f"the chat template fails on this conversation: {error}") from None
 
 
-def _spans(turns: list[Turn], *, backend: Any) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation and the characters of its assistant turns: from behind the generation prompt
-    to the turn's end-of-sequence, or to where the next turn begins.
+def _spans(
+    conversation: Conversation, *, backend: Any, settings: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered conversation and the characters of its trained turns: from behind the generation prompt to
+    the token that ends the turn, or to where the next turn begins.
     """
+    turns = conversation.turns
 
     def rendered(part: list[Turn], *, prompted: bool) -> str:
         text = _apply(
-            lambda: backend.apply_chat_template(part, tokenize=False, add_generation_prompt=prompted)
+            lambda: backend.apply_chat_template(
+                part, tokenize=False, add_generation_prompt=prompted, **settings
+            )
         )
         if (fault := text_fault(text)) is not None:
             raise Refusal(f"the rendered conversation {fault}")
         return str(text)
 
+    ends = _end_tokens(backend)
     text, spans = rendered(turns, prompted=False), []
-    for index, turn in enumerate(turns):
-        if turn["role"] != "assistant":
-            continue
+    for index in conversation.trained:
         if index == 0:
             raise Refusal(
-                "messages[0].role is 'assistant': a chat template without generation markers cannot say "
+                "messages[0].role is 'assistant': a chat template without generation markers does not show "
                 "where a first turn begins: put a turn of the user before it"
             )
         before = rendered(turns[:index], prompted=True)
         until = rendered(turns[: index + 1], prompted=False)
         if not (text.startswith(until) and until.startswith(before)):
             raise Refusal(
-                f"messages[{index}]: the chat template writes this turn otherwise once others follow, so its "
-                "tokens cannot be told apart: use a template with {% generation %} markers"
+                f"messages[{index}]: the chat template rewrites this turn once others follow, so its tokens "
+                "cannot be found: set sft.train_on=last, or use a template with {% generation %} markers"
             )
-        spans.append((len(before), _end_of_turn(until, start=len(before), eos=backend.eos_token)))
+        spans.append((len(before), _end_of_turn(until, start=len(before), ends=ends)))
     return text, spans
 
 
-def _end_of_turn(text: str, *, start: int, eos: str) -> int:
-    """Where a turn that ends `text` is over: blanks behind its end-of-sequence are the template's."""
-    found = text.rfind(eos, start)
-    return len(text) if found < 0 or text[found + len(eos) :].strip() else found + len(eos)
+def _end_tokens(backend: Any) -> tuple[str, ...]:
+    """Texts of the special tokens, any of which may end a turn."""
+    special = [str(token) for token in backend.added_tokens_decoder.values() if token.special]
+    return tuple(dict.fromkeys([str(backend.eos_token), *special]))
+
+
+def _end_of_turn(text: str, *, start: int, ends: tuple[str, ...]) -> int:
+    """The end of a turn that ends `text`: blanks behind its end token are the template's."""
+    stripped = text.rstrip()
+    return len(stripped) if len(stripped) > start and stripped.endswith(ends) else len(text)
 
 
 def _overlapping(offsets: list[tuple[int, int]], *, spans: list[tuple[int, int]]) -> list[bool]:

@@ -11,7 +11,7 @@ Refuses files that are missing, of another format, cut, or without rows, and a c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from olmo_rl.config import SftConfig, SftFormat
-from olmo_rl.data.chat import COLUMNS, ChatRow
+from olmo_rl.data.metadata import unknown_name
+from olmo_rl.data.turns import COLUMNS, ChatRow
 from olmo_rl.types import Refusal
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -70,6 +71,7 @@ class JsonlFile:
     """One JSON object a line; blank lines are passed over."""
 
     path: Path
+    ignore: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -83,7 +85,10 @@ class JsonlFile:
                 number, offset = number + 1, offset + len(line)
                 if line.strip():
                     row = ChatRow(
-                        where=f"{self.path}, line {number}", id=f"{self.path.name}:{number}", raw=line
+                        where=f"{self.path}, line {number}",
+                        id=f"{self.path.name}:{number}",
+                        raw=line,
+                        ignore=self.ignore,
                     )
                     yield row, Place(file=start.file, number=number, offset=offset)
 
@@ -93,6 +98,7 @@ class ParquetFile:
     """Columns `messages` or `prompt` and `response`; rows are counted from 0."""
 
     path: Path
+    ignore: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -102,9 +108,7 @@ class ParquetFile:
         number = start.number
         try:
             with pq.ParquetFile(self.path) as file:
-                columns = [name for name in file.schema_arrow.names if name in COLUMNS]
-                if not columns:
-                    raise Refusal(f"{self.path}: {_NO_COLUMN}")
+                columns = _columns(file.schema_arrow.names, ignore=self.ignore, where=str(self.path))
                 groups, skip = _groups_from(file, number)
                 for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns):
                     fresh = batch.slice(min(skip, batch.num_rows))
@@ -126,6 +130,21 @@ def _groups_from(file: pq.ParquetFile, number: int) -> tuple[list[int], int]:
             return list(range(group, file.num_row_groups)), number - before
         before += rows
     return [], 0
+
+
+def _columns(names: Sequence[str], *, ignore: Sequence[str], where: str) -> list[str]:
+    """The columns of a table that are read; unknown ones are refused."""
+    columns = [name for name in names if name not in ignore]
+    if not {"messages", "prompt", "response"} & set(columns):
+        raise Refusal(f"{where}: {_NO_COLUMN}")
+    reasons = [
+        f"{where}: {unknown_name(name, COLUMNS)}; rename it, or list it in sft.ignore"
+        for name in columns
+        if name not in COLUMNS
+    ]
+    if reasons:
+        raise Refusal(reasons)
+    return columns
 
 
 def _table_row(cells: dict[str, Any], *, path: str, number: int) -> ChatRow:
@@ -177,11 +196,11 @@ def open_chat(path: str, *, config: SftConfig, key: str, split: str) -> list[Row
             f"{key}={path}: no such file or directory; a dataset of the Hugging Face Hub needs "
             "sft.format=datasets"
         )
-    parquet = config.format is SftFormat.parquet
+    parquet, ignore = config.format is SftFormat.parquet, tuple(config.ignore)
     return [
-        ParquetFile(path=file)
+        ParquetFile(path=file, ignore=ignore)
         if parquet or (config.format is SftFormat.auto and file.suffix == ".parquet")
-        else JsonlFile(path=file)
+        else JsonlFile(path=file, ignore=ignore)
         for file in found
     ]
 
@@ -204,9 +223,7 @@ def _open_dataset(path: str, *, config: SftConfig, key: str, split: str) -> Data
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise Refusal(f"{key}={path} sft.format=datasets: {reason}") from None
-    columns = [name for name in table.column_names if name in COLUMNS]
-    if not columns:
-        raise Refusal(f"{key}={path}: {_NO_COLUMN}")
+    columns = _columns(table.column_names, ignore=tuple(config.ignore), where=f"{key}={path}")
     return DatasetRows(name=path, table=table.select_columns(columns))
 
 
@@ -231,7 +248,7 @@ class ChatStream:
         while len(taken) < count and (buffer := self._filled()) is not None:
             cursor = self.cursor
             part = buffer[cursor.taken : cursor.taken + count - len(taken)]
-            taken += [ChatRow(where=row.where, id=f"{cursor.epoch}:{row.id}", raw=row.raw) for row in part]
+            taken += [replace(row, id=f"{cursor.epoch}:{row.id}") for row in part]
             self.cursor = Cursor(
                 epoch=cursor.epoch, buffer=cursor.buffer, taken=cursor.taken + len(part), place=cursor.place
             )

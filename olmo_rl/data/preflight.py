@@ -1,12 +1,13 @@
-"""Refusals of a run's files, task and tokenizer, found before it starts. No torch.
+"""The one preflight: everything that a run would refuse in its files, its task and its tokenizer, before it
+starts. `recipe=validate` reports it, every recipe that starts ranks is refused by it.
 
-Every file is read once and checked whole. `Findings` collects instead of raising, so that all refusals are
-reported at once.
+`Findings` collects instead of raising, so that all reasons are reported at once. Files that a run reads
+whole are looked at whole; of generated problems and of streamed rows, the first ones. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,28 +15,31 @@ from typing import TypeVar
 
 import numpy as np
 
-from olmo_rl.config import Config, Overlong, Recipe
+from olmo_rl.config import Config, Overlong, OverlongPrompt, Recipe
 from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
-from olmo_rl.data.chat import ChatRow, render, too_long
+from olmo_rl.data.chat import render, too_long, within
 from olmo_rl.data.chat_files import open_chat, rows_in_order
 from olmo_rl.data.files import collection_paths, has_reference, read_collection
-from olmo_rl.data.prompting import task_of
-from olmo_rl.data.tasks import Problem, build_task, demonstration
+from olmo_rl.data.problems import Problem, demonstration
+from olmo_rl.data.prompting import NOTHING_FITS, rendered_task, tokens_of
+from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.data.validation import check_layout, check_sampling
+from olmo_rl.hf_config import directory_reasons
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.types import Collection, Refusal, Topology
 
 MAX_SEED = 2**32 - 1  # of Lightning and NumPy
-_PROMPTS = 64  # training prompts whose length is looked at
-_ROWS = 64  # rows of chat data that are looked at
+_PROMPTS = 64  # generated training prompts whose length is looked at
+_REPORTED = 20  # refused rows of one file
+_ROWS = 64  # rows of streamed chat data that are looked at
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """The refusals, and counts of the files."""
+    """The reasons for a refusal, and the contents of the files."""
 
     reasons: list[str] = field(default_factory=list)
     files: int = 0
@@ -61,7 +65,7 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
     a sound topology.
     """
     path = config.rollouts.path
-    if config.generates or path is None:
+    if config.generates or path is None or config.recipe is Recipe.sft:
         return
     for file in findings.collect(lambda: collection_paths(path)) or []:
         collection = findings.collect(partial(read_for, config, path=file))
@@ -98,36 +102,64 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
         )
 
 
-def refuse_files(config: Config) -> None:
-    """Raise one Refusal of everything that the files of this run would be refused for, before anything
-    starts.
-    """
-    findings = Findings()
-    look_into_files(config, findings, plan=True)
+def examine(config: Config, *, reasons: Sequence[str] = ()) -> Findings:
+    """Everything that a run of `config` would be refused for, after `reasons` of the configuration itself."""
+    findings = Findings(reasons=list(reasons))
+    look_into_files(config, findings, plan=not reasons)
+    look_into_task(config, findings)
+    look_into_chat(config, findings)
+    findings.reasons.extend(directory_reasons(config))
+    return findings
+
+
+def preflight(config: Config) -> None:
+    """Raise one Refusal of everything that a run of this accepted configuration would be refused for."""
+    findings = examine(config)
     if findings.reasons:
         raise Refusal(findings.reasons)
 
 
 def look_into_task(config: Config, findings: Findings) -> None:
-    """Build the task and the tokenizer where the run needs them; they must fit the model."""
-    prompts = config.generates and config.recipe is not Recipe.sft and config.sft.path is None
-    demonstrates = config.warm_start.steps > 0 or (config.recipe is Recipe.sft and config.sft.path is None)
-    if not (prompts or demonstrates) or not 0 <= config.seed <= MAX_SEED:
-        return  # a seed out of range has a row of its own in the table of refusals
+    """Build the task and the tokenizer where the run needs them; references must be judged, and prompts and
+    demonstrations must fit the model.
+    """
+    if not (config.reads_prompts or config.demonstrates) or not 0 <= config.seed <= MAX_SEED:
+        return  # a seed out of range breaks a rule of the configuration
     tokenizer = findings.collect(lambda: fitting_tokenizer(config.model))
     if tokenizer is None:
         findings.collect(lambda: build_task(config.task, seed=config.seed))
         return
-    task = findings.collect(lambda: task_of(config, tokenizer=tokenizer))
+    task = findings.collect(lambda: rendered_task(config, tokenizer=tokenizer))
     if task is None:
         return
     findings.notes.extend(findings.collect(task.check_references) or ())
-    problems = findings.collect(lambda: task.problems(_PROMPTS, seed=config.seed)) or []
-    if demonstrates:
+    count = _PROMPTS if task.size is None else max(1, task.size)
+    problems = findings.collect(lambda: task.problems(count, seed=config.seed)) or []
+    held_out: list[Problem] = []
+    if config.reads_prompts:
+        held_out = findings.collect(lambda: task.held_out(config.task.eval_problems)) or []
+    if config.task.overlong is OverlongPrompt.leave_out:
+        for name, part in (("training", problems), ("held-out", held_out)):
+            findings.collect(partial(_leave_out, part, name, findings, tokenizer=tokenizer, config=config))
+        return
+    if config.demonstrates:
         findings.collect(partial(_check_demonstrations, problems, tokenizer=tokenizer, config=config))
-    if prompts:
-        problems += findings.collect(lambda: task.held_out(config.task.eval_problems)) or []
-        findings.collect(partial(_check_prompts, problems, tokenizer=tokenizer, config=config))
+    if config.reads_prompts:
+        findings.collect(partial(_check_prompts, problems + held_out, tokenizer=tokenizer, config=config))
+
+
+def _leave_out(
+    problems: list[Problem], name: str, findings: Findings, *, tokenizer: Tokenizer, config: Config
+) -> None:
+    """Note how many problems are left out; refuse where none stays."""
+    longest = config.model.max_seq_len
+    over = sum(tokens_of(problem, config=config, tokenizer=tokenizer) > longest for problem in problems)
+    if problems and over == len(problems):
+        raise Refusal(f"{name} problems: {NOTHING_FITS}")
+    if over:
+        findings.notes.append(
+            f"task.overlong=leave_out: {over} of {len(problems)} {name} problems are left out"
+        )
 
 
 def _check_prompts(problems: list[Problem], *, tokenizer: Tokenizer, config: Config) -> None:
@@ -136,7 +168,7 @@ def _check_prompts(problems: list[Problem], *, tokenizer: Tokenizer, config: Con
         raise Refusal(
             f"problem {id!r} has a prompt of {longest} tokens, with rollouts.max_new_tokens="
             f"{config.rollouts.max_new_tokens} more than model.max_seq_len={config.model.max_seq_len}: raise "
-            "the latter, or lower the former"
+            "the latter, lower the former, or set task.overlong=leave_out"
         )
 
 
@@ -146,7 +178,8 @@ def _check_demonstrations(problems: list[Problem], *, tokenizer: Tokenizer, conf
     if longest > config.model.max_seq_len:
         raise Refusal(
             f"problem {id!r}: prompt and answer, which supervised updates read, have {longest} tokens, more "
-            f"than model.max_seq_len={config.model.max_seq_len}: raise it, or choose easier problems"
+            f"than model.max_seq_len={config.model.max_seq_len}: raise it, choose easier problems, or set "
+            "task.overlong=leave_out"
         )
 
 
@@ -162,41 +195,61 @@ def look_into_chat(config: Config, findings: Findings) -> None:
     ):
         if path is None or tokenizer is None:
             continue
-        found = findings.collect(partial(_first_rows, path, config=config, key=key, split=split))
-        rendered = [
-            (row, document)
-            for row in found or []
-            if (document := findings.collect(partial(render, row, tokenizer=tokenizer))) is not None
-        ]
-        for row, (tokens, _) in rendered:
-            if len(tokens) > model.max_seq_len and sft.overlong is Overlong.refuse:
-                findings.reasons.append(too_long(row.where, tokens=len(tokens), longest=model.max_seq_len))
-        if not rendered:
-            continue
-        lengths = [len(tokens) for _, (tokens, _) in rendered]
-        scored = sum(int(trained.sum()) for _, (_, trained) in rendered)
-        findings.notes.append(
-            f"{key}: the first {len(lengths)} conversations have up to {max(lengths):,} tokens, "
-            f"{scored / sum(lengths):.0%} of them the assistant's"
+        # Held-out rows are read whole at every evaluation.
+        count = _ROWS if key == "sft.path" else sft.eval_samples
+        _look_into_rows(
+            path, count=count, findings=findings, tokenizer=tokenizer, config=config, key=key, split=split
         )
-        if not any(tokenizer.eos_id in tokens[trained] for _, (tokens, trained) in rendered):
-            findings.notes.append(
-                f"{key}: no turn of the assistant holds the tokenizer's end of sequence: nothing trains the "
-                "policy to stop"
-            )
 
 
-def _first_rows(path: str, *, config: Config, key: str, split: str) -> list[ChatRow]:
-    return rows_in_order(open_chat(path, config=config.sft, key=key, split=split)).take(_ROWS)
-
-
-def refuse_supervised(config: Config) -> None:
-    """Raise one Refusal of everything that a supervised run would be refused for at its beginning."""
-    findings = Findings()
-    look_into_task(config, findings)
-    look_into_chat(config, findings)
-    if findings.reasons:
-        raise Refusal(findings.reasons)
+def _look_into_rows(
+    path: str,
+    *,
+    count: int | None,
+    findings: Findings,
+    tokenizer: Tokenizer,
+    config: Config,
+    key: str,
+    split: str,
+) -> None:
+    """Render the first `count` rows (None = all), report what is refused, and note what they hold."""
+    sft, longest = config.sft, config.model.max_seq_len
+    stream = findings.collect(lambda: rows_in_order(open_chat(path, config=sft, key=key, split=split)))
+    refused = rows = kept = tokens = scored = most = 0
+    ends = False
+    while stream is not None and (count is None or rows < count) and refused < _REPORTED:
+        part = findings.collect(partial(stream.take, min(_ROWS, _ROWS if count is None else count - rows)))
+        if not part:
+            break
+        for row in part:
+            document = findings.collect(partial(render, row, tokenizer=tokenizer, train_on=sft.train_on))
+            rows += 1
+            if document is None:
+                refused += 1
+                continue
+            ids, trained = document
+            tokens, scored, most = tokens + len(ids), scored + int(trained.sum()), max(most, len(ids))
+            ends = ends or tokenizer.eos_id in ids[trained]
+            kept += within(document, longest=longest, overlong=sft.overlong) is not None
+            if len(ids) > longest and sft.overlong is Overlong.refuse:
+                findings.reasons.append(too_long(row.where, tokens=len(ids), longest=longest))
+                refused += 1
+    if not tokens:
+        return
+    if key == "sft.eval_path" and not kept and not refused:
+        findings.reasons.append(
+            f"{key}={path}: sft.overlong={sft.overlong.value} leaves none of its {rows} conversations, the "
+            f"shortest exceeds model.max_seq_len={longest}: raise it, or name other data"
+        )
+    findings.notes.append(
+        f"{key}: the first {rows} conversations have up to {most:,} tokens, {scored / tokens:.0%} of them "
+        "the assistant's"
+    )
+    if not ends:
+        findings.notes.append(
+            f"{key}: no turn of the assistant contains the tokenizer's end of sequence: the policy does not "
+            "learn to stop"
+        )
 
 
 def read_for(config: Config, *, path: Path) -> Collection:

@@ -1,9 +1,11 @@
-"""The task of a run with prompts as its policy reads them: as the task writes them, or as turns of a chat.
+"""The task of a run with prompts as its policy reads them: as the task writes them, or as turns of a chat;
+those that fit into the context.
 
 A rendered prompt is text: its special tokens become ids where it is encoded, so engines, evaluations and
 demonstrations take it like any other.
 
-Refuses: `task.chat` with a tokenizer that has no chat template, templates that refuse the turns.
+Refuses: `task.chat` with a tokenizer that has no chat template, templates that refuse the turns, tasks of
+which no problem fits.
 """
 
 from __future__ import annotations
@@ -11,10 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from olmo_rl.config import Config
+import numpy as np
+
+from olmo_rl.config import Config, OverlongPrompt
 from olmo_rl.data.chat import user_prompt
-from olmo_rl.data.tasks import Problem, Task, build_task
+from olmo_rl.data.problems import Problem, Task, demonstration
+from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import Tokenizer
+from olmo_rl.types import Refusal
+
+_ROUNDS = 100  # draws in a row without a problem that fits
 
 
 class ChatTask:
@@ -26,6 +34,10 @@ class ChatTask:
     @property
     def counts(self) -> Mapping[str, int]:
         return self._task.counts
+
+    @property
+    def size(self) -> int | None:
+        return self._task.size
 
     def problems(self, count: int, *, seed: int) -> list[Problem]:
         return self._rendered(self._task.problems(count, seed=seed))
@@ -40,14 +52,99 @@ class ChatTask:
         return self._task.check_references()
 
     def _rendered(self, problems: list[Problem]) -> list[Problem]:
-        # The line break behind a question sets the answer apart where no template does.
+        # The line break behind a question separates it from the answer where no template does.
         return [replace(problem, prompt=self._render(problem.prompt.rstrip("\n"))) for problem in problems]
 
 
-def task_of(config: Config, *, tokenizer: Tokenizer) -> Task:
-    """The task of the run, its prompts as `task.chat` says."""
+class FittingTask:
+    """A task without the problems that do not fit; others are drawn in their place, held-out ones are not
+    replaced. `counts["overlong_prompts"]`: training problems left out since the start.
+    """
+
+    def __init__(self, task: Task, *, fits: Callable[[Problem], bool]) -> None:
+        self._task, self._fits = task, fits
+        self._left_out = 0
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {**self._task.counts, "overlong_prompts": self._left_out}
+
+    @property
+    def size(self) -> int | None:
+        return self._task.size
+
+    def problems(self, count: int, *, seed: int) -> list[Problem]:
+        left_out: set[str] = set()
+        kept = self._fitting(self._task.problems(count, seed=seed), left_out)
+        barren = draws = 0
+        while len(kept) < count:
+            draws += 1
+            asked = max(count, self._task.size or 0)  # a file gives each of its problems once
+            found = self._fitting(self._task.problems(asked, seed=_next_seed(seed, draws)), left_out)
+            known = {problem.prompt for problem in kept}
+            missing = count - len(kept)
+            kept += [problem for problem in found if problem.prompt not in known][:missing] or found[:missing]
+            barren = 0 if found else barren + 1
+            if barren == _ROUNDS:
+                raise Refusal(NOTHING_FITS)
+        self._left_out += len(left_out)
+        return kept
+
+    def _fitting(self, found: list[Problem], left_out: set[str]) -> list[Problem]:
+        """Those that fit; the prompts of the others go to `left_out`."""
+        left_out |= {problem.prompt for problem in found if not self._fits(problem)}
+        return [problem for problem in found if problem.prompt not in left_out]
+
+    def held_out(self, count: int) -> list[Problem]:
+        kept = [problem for problem in self._task.held_out(count) if self._fits(problem)]
+        if count and not kept:
+            raise Refusal(f"task.eval_problems={count}: {NOTHING_FITS}")
+        return kept
+
+    def reward(self, problem: Problem, response: str) -> float:
+        return self._task.reward(problem, response)
+
+    def check_references(self) -> tuple[str, ...]:
+        return self._task.check_references()
+
+
+NOTHING_FITS = (
+    "task.overlong=leave_out leaves no problem: every prompt exceeds model.max_seq_len with its response: "
+    "raise model.max_seq_len, or lower rollouts.max_new_tokens"
+)
+
+
+def rendered_task(config: Config, *, tokenizer: Tokenizer) -> Task:
+    """The task of the run with all of its problems, prompts in the form that `task.chat` asks for."""
     task = build_task(config.task, seed=config.seed)
     if not config.task.chat:
         return task
     system = config.task.system
     return ChatTask(task, render=lambda text: user_prompt(text, tokenizer=tokenizer, system=system))
+
+
+def task_of(config: Config, *, tokenizer: Tokenizer) -> Task:
+    """The task that the run draws from: that of `rendered_task`, if asked for without overlong ones."""
+    task = rendered_task(config, tokenizer=tokenizer)
+    if config.task.overlong is OverlongPrompt.refuse:
+        return task
+    longest = config.model.max_seq_len
+    return FittingTask(
+        task, fits=lambda problem: tokens_of(problem, config=config, tokenizer=tokenizer) <= longest
+    )
+
+
+def tokens_of(problem: Problem, *, config: Config, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest document that the run makes of `problem`: prompt and longest response, or prompt
+    and reference answer.
+    """
+    lengths = [0]
+    if config.reads_prompts:
+        lengths.append(len(tokenizer.encode(problem.prompt)) + config.rollouts.max_new_tokens)
+    if config.demonstrates:
+        lengths.append(sum(map(len, demonstration(problem, tokenizer=tokenizer))))
+    return max(lengths)
+
+
+def _next_seed(seed: int, draw: int) -> int:
+    return int(np.random.SeedSequence([seed, draw], spawn_key=(3,)).generate_state(1, np.uint64)[0] >> 1)

@@ -1,25 +1,14 @@
-"""Problems with verifiers. No torch here.
+"""The tasks of this project: addition and problems from a file; `build_task` makes any task. No torch here.
 
-A task draws training problems by seed, holds others out, and judges responses. A held-out problem is the same
-in every run, whatever the seed, and is never a training problem.
-
-A reward is a finite number, or NaN where a verifier says that it cannot judge: such samples are counted and
-not trained (`advantages`). An exception inside a verifier is not hidden: it ends the run, naming the problem.
-
-Refuses: unknown datasets, parameters and functions, files that are missing or malformed (by line), more
-held-out problems than there are, rewards that are no number.
+Refuses: unknown parameters, files that are missing or malformed (by line), references that verifiers
+cannot judge.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,69 +16,20 @@ from olmo_rl.config import TaskConfig, TaskKind
 from olmo_rl.data.json_lines import parse_line, text_fault
 from olmo_rl.data.judging import build_judge, exact
 from olmo_rl.data.math_answers import reference_fault
-from olmo_rl.data.tokenizers import Tokenizer
+from olmo_rl.data.problems import (
+    HELD_OUT_SEED,
+    Problem,
+    Task,
+    in_rounds,
+    is_held_out,
+    refuse_unknown,
+    take_held_out,
+)
 from olmo_rl.types import Refusal
 
-# One problem in so many is held out where problems can be told apart by a hash.
-HELD_OUT_EVERY = 10
-# Draws of held-out problems use this seed, whatever the run's.
-HELD_OUT_SEED = 1_000_003
 MAX_DIGITS = 6
 REFERENCE_SECONDS = 30.0  # for judging every reference once before a run
 _REPORTED = 20  # faults of one file
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """A prompt and what is known about its answer. `domain` says who judges, `entry` is what the dataset
-    needs to verify responses.
-    """
-
-    id: str
-    prompt: str
-    reference: str | None
-    domain: str | None = None
-    entry: Mapping[str, Any] | None = None
-
-    @property
-    def answer(self) -> str:
-        """The reference answer, for demonstrations."""
-        if self.reference is None:
-            raise Refusal(
-                f"problem {self.id}: its dataset verifies answers but gives none, so nothing can be "
-                "demonstrated: set warm_start.steps=0, or choose another task.name"
-            )
-        return self.reference
-
-
-class Task(Protocol):
-    """Where prompts come from and what responses are worth. Equal arguments give equal problems. `counts`: by
-    name, judgements that went wrong since the start.
-    """
-
-    @property
-    def counts(self) -> Mapping[str, int]: ...
-
-    def problems(self, count: int, *, seed: int) -> list[Problem]:
-        """`count` training problems, different ones until they run out."""
-        ...
-
-    def held_out(self, count: int) -> list[Problem]:
-        """The same `count` different problems in every run; none of them is ever a training problem."""
-        ...
-
-    def reward(self, problem: Problem, response: str) -> float:
-        """The reward of a response: finite, or NaN where the verifier cannot judge."""
-        ...
-
-    def check_references(self) -> tuple[str, ...]:
-        """Refuse references that verifiers cannot judge; returns remarks on the others."""
-        ...
-
-
-def demonstration(problem: Problem, *, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids of the prompt, and of the reference answer with the end of sequence behind it."""
-    return tokenizer.encode(problem.prompt), [*tokenizer.encode(problem.answer), tokenizer.eos_id]
 
 
 def build_task(config: TaskConfig, *, seed: int) -> Task:
@@ -104,45 +44,6 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
             return GymTask(config, seed=seed)
         case TaskKind.jsonl:
             return JsonlTask(config, seed=seed)
-
-
-def is_held_out(key: str) -> bool:
-    """Whether the problem behind `key` is held out: one in `HELD_OUT_EVERY`, by its SHA-256."""
-    digest = hashlib.sha256(key.encode("utf-8")).digest()
-    return int.from_bytes(digest[:8], "big") % HELD_OUT_EVERY == 0
-
-
-def refuse_unknown(names: Sequence[str], *, known: Sequence[str], where: str) -> None:
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise Refusal([f"{where}: unknown {name!r}{_nearest(name, known)}" for name in unknown])
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    return f", the nearest known name is {near[0]!r}" if near else ""
-
-
-def in_rounds(count: int, *, draw: Callable[[int, int], list[Problem]], where: str) -> list[Problem]:
-    """`count` problems from `draw(missing, round)`: each round gives different ones until they run out."""
-    drawn: list[Problem] = []
-    for round in itertools.count():
-        if len(drawn) >= count:
-            break
-        part = draw(count - len(drawn), round)
-        if not part:
-            raise Refusal(f"{where}: no problem is left for training, all of them are held out")
-        drawn += part
-    return drawn
-
-
-def take_held_out(found: list[Problem], *, count: int, where: str) -> list[Problem]:
-    if len(found) < count:
-        raise Refusal(
-            f"task.eval_problems={count}: {where} has {len(found)} held-out problems: "
-            f"set task.eval_problems={len(found)} or less, or bring more problems"
-        )
-    return found[:count]
 
 
 class AdditionTask:
@@ -176,6 +77,10 @@ class AdditionTask:
     @property
     def counts(self) -> Mapping[str, int]:
         return {}
+
+    @property
+    def size(self) -> int | None:
+        return None
 
     def _pairs(self, count: int, *, held_out: bool, seeds: tuple[int, ...]) -> list[Problem]:
         """Up to `count` different pairs of one side."""
@@ -273,6 +178,10 @@ class JsonlTask:
 
     def _where(self, problem: Problem) -> str:
         return f"{self._path}, {problem.id.replace('-', ' ')}"
+
+    @property
+    def size(self) -> int | None:
+        return len(self._training)
 
     @property
     def counts(self) -> Mapping[str, int]:

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
+from olmo_rl.collections.agreement import outcome, together
 from olmo_rl.collections.generation import RolloutParts
-from olmo_rl.collections.sources import response_text, together
+from olmo_rl.collections.sources import response_text
 from olmo_rl.config import Config
 from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import Step
-from olmo_rl.data.tasks import Problem
+from olmo_rl.data.problems import Problem
 from olmo_rl.planning.pictures import draw_packs
 from olmo_rl.policy.compiling import Graph
 from olmo_rl.policy.engine import Request
@@ -158,14 +159,10 @@ class Evaluation(Callback):
         strategy = cast(ExpertParallelStrategy, trainer.strategy)
         if self._problems is None:
             count = self._config.task.eval_problems
-            self._problems = strategy.from_rank_zero(lambda: self._parts.task.held_out(count))
+            drawn = strategy.from_rank_zero(lambda: outcome(lambda: self._parts.task.held_out(count)))
+            (self._problems,) = together([drawn])
         mine = self._problems[strategy.global_rank :: strategy.world_size]
-        found: tuple[int, Mean] | Refusal
-        try:
-            found = self._judged(mine)
-        except Refusal as refusal:  # a result here: the other ranks wait for this one's share
-            found = refusal
-        parts = together(strategy.gather_objects(found))
+        parts = together(strategy.gather_objects(outcome(lambda: self._judged(mine))))
         verdicts = sum((mean for _, mean in parts), Mean())
         self.results[trainer.global_step] = verdicts.value
         self._contract.write(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import warnings
 from collections.abc import Sequence
@@ -80,11 +79,6 @@ def build_loggers(config: Config) -> list[Logger]:
     """metrics.csv always; W&B where the configuration asks for it."""
     loggers: list[Logger] = [MetricsCsv(Path(config.run_dir) / "metrics.csv")]
     if config.logger.kind is LoggerKind.wandb:
-        if importlib.util.find_spec("wandb") is None:
-            raise Refusal(
-                "logger=wandb: the wandb package is not installed: pip install -c constraints.txt "
-                "-e '.[wandb]', or choose logger=csv"
-            )
         loggers.append(
             WandbRun(
                 project=config.logger.project,

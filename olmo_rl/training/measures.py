@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import Pack, RouteTrace, Step
 from olmo_rl.planning.schedule import Forecast
 from olmo_rl.policy.loss import LossOutput, ScoredSlots
@@ -59,7 +60,7 @@ class StepTotals:
     """
 
     sums: dict[str, float]
-    p99_gap: float
+    p99_gap: float | None
     max_drift: float
     max_log_ratio: float
     max_ratio: float
@@ -71,16 +72,22 @@ class StepTotals:
         return self.sums["loss/total"]
 
     @property
-    def mean_drift(self) -> float:
-        return self.sums.get("sum/drift", 0.0) / max(1.0, self.sums["count/scored"])
+    def mean_drift(self) -> float | None:
+        """Mean |training forward - scoring pass| log-prob of scored tokens; None if not compared."""
+        return self._mean("sum/drift", over="count/scored")
 
     @property
-    def mean_gap(self) -> float:
-        return self.sums.get("sum/gap", 0.0) / max(1.0, self.sums["count/scored"])
+    def mean_gap(self) -> float | None:
+        """Mean |policy - behaviour| log-prob of scored tokens; None if not compared."""
+        return self._mean("sum/gap", over="count/scored")
 
     @property
-    def overlap(self) -> float:
-        return self.sums["sum/overlap"] / max(1.0, self.sums["count/recorded_rows"])
+    def overlap(self) -> float | None:
+        """Mean overlap of recorded routes with live top-k; None where no row is recorded."""
+        return self._mean("sum/overlap", over="count/recorded_rows")
+
+    def _mean(self, total: str, *, over: str) -> float | None:
+        return Mean(total=self.sums[total], count=int(self.sums[over])).value if total in self.sums else None
 
 
 def measure_pack(
@@ -228,12 +235,12 @@ def _observed(measures: Sequence[PackMeasures], *, forecast: Forecast | None, re
     return observed
 
 
-def _percentile(counts: list[float], *, share: float) -> float:
-    """Upper edge of the bin that holds the given share of values; 0 where there are none."""
+def _percentile(counts: list[float], *, share: float) -> float | None:
+    """Upper edge of the bin that holds the given share of values; None where there are none."""
     edges = [*torch.logspace(-8, 1, GAP_EDGES, dtype=torch.float64).tolist(), float("inf")]
     wanted, seen = share * sum(counts), 0.0
     for edge, count in zip(edges, counts, strict=True):
         seen += count
         if count > 0 and seen >= wanted:
             return edge
-    return 0.0
+    return None

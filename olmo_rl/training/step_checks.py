@@ -61,17 +61,18 @@ def refuse_disagreement(
     A collective of all ranks where it does, nothing else where it does not.
     """
     scoring = config.scoring
-    if decision is Decision.checked and not totals.mean_drift <= scoring.tolerance:
+    drift, gap = totals.mean_drift, totals.mean_gap
+    if decision is Decision.checked and drift is not None and not drift <= scoring.tolerance:
         worst = _worst(measures, values=[one.drift for one in measures], gather=gather)
         raise Refusal(
-            f"update {update}: training forward and scoring pass differ by {totals.mean_drift:.3g} in the "
+            f"update {update}: training forward and scoring pass differ by {drift:.3g} in the "
             f"mean, scoring.tolerance={scoring.tolerance}: nothing was stepped. Most in samples {worst}. Set "
             "scoring.mode=always to train on a separate pass, and report this: both ran the same packs"
         )
-    if scoring.max_behavior_gap is not None and not totals.mean_gap <= scoring.max_behavior_gap:
+    if scoring.max_behavior_gap is not None and gap is not None and not gap <= scoring.max_behavior_gap:
         worst = _worst(measures, values=[one.gap for one in measures], gather=gather)
         raise Refusal(
-            f"update {update}: engine agreement: mean |policy - behaviour| {totals.mean_gap:.3g} exceeds "
+            f"update {update}: engine agreement: mean |policy - behaviour| {gap:.3g} exceeds "
             f"scoring.max_behavior_gap={scoring.max_behavior_gap}: nothing was stepped. Most in samples "
             f"{worst}. Check that the engine has this run's weights and records log-probs at temperature 1, "
             "or raise the bound"

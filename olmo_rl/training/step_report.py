@@ -14,9 +14,11 @@ from olmo_rl.training.step import StepResult
 
 
 def metrics_of(result: StepResult) -> dict[str, float]:
-    """By the documented metric names; the facts of the step's collection and plan come beside them."""
+    """Known values by the documented metric names; facts of collection and plan come beside them."""
     totals, sums = result.totals, result.totals.sums
-    metrics = {name: value for name, value in sums.items() if name.startswith("loss/")}
+    metrics: dict[str, float | None] = {
+        name: value for name, value in sums.items() if name.startswith("loss/")
+    }
     metrics |= {
         "grad/norm": result.grad_norm,
         "optim/lr": result.lr,
@@ -40,7 +42,7 @@ def metrics_of(result: StepResult) -> dict[str, float]:
             "replay/expert_entropy": sum(totals.expert_entropies) / len(totals.expert_entropies),
             "replay/expert_entropy_min": min(totals.expert_entropies),
         }
-    return metrics
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def events_of(result: StepResult) -> dict[str, dict[str, Any]]:
@@ -51,7 +53,7 @@ def events_of(result: StepResult) -> dict[str, dict[str, Any]]:
     events["scoring"] = {
         "decision": result.decision.value,
         "mean_abs": totals.mean_drift,
-        "max_abs": totals.max_drift,
+        "max_abs": None if totals.mean_drift is None else totals.max_drift,
     }
     events["replay"] = {
         "rows": int(sums["replay/rows"]),

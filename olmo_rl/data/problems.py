@@ -1,0 +1,122 @@
+"""Problems and the protocol of a task: prompts with verifiers, training and held-out ones. No torch here.
+
+A task draws training problems by seed, holds others out, and judges responses. A held-out problem is the
+same in every run, whatever the seed, and is never a training problem. A reward is a finite number, or NaN
+where a verifier cannot judge: such samples are counted and not trained (`advantages`).
+
+Refuses: unknown names, more held-out problems than there are, tasks without a training problem.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from olmo_rl.data.tokenizers import Tokenizer
+from olmo_rl.types import Refusal
+
+# One problem in so many is held out where problems can be distinguished by a hash.
+HELD_OUT_EVERY = 10
+# Draws of held-out problems use this seed, whatever the run's.
+HELD_OUT_SEED = 1_000_003
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A prompt and its reference answer, None where the dataset gives none. `domain` selects the verifier;
+    the dataset verifies responses with `entry`.
+    """
+
+    id: str
+    prompt: str
+    reference: str | None
+    domain: str | None = None
+    entry: Mapping[str, Any] | None = None
+
+    @property
+    def answer(self) -> str:
+        """The reference answer, for demonstrations."""
+        if self.reference is None:
+            raise Refusal(
+                f"problem {self.id}: its dataset verifies answers but gives none, so nothing can be "
+                "demonstrated: set warm_start.steps=0, or choose another task.name"
+            )
+        return self.reference
+
+
+class Task(Protocol):
+    """Where prompts come from and what responses are worth. Equal arguments give equal problems. `counts`: by
+    name, judgements that went wrong since the start.
+    """
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+
+    @property
+    def size(self) -> int | None:
+        """How many training problems there are; None where they are made on demand."""
+        ...
+
+    def problems(self, count: int, *, seed: int) -> list[Problem]:
+        """`count` training problems, different ones until they run out."""
+        ...
+
+    def held_out(self, count: int) -> list[Problem]:
+        """The same `count` different problems in every run; none of them is ever a training problem."""
+        ...
+
+    def reward(self, problem: Problem, response: str) -> float:
+        """The reward of a response: finite, or NaN where the verifier cannot judge."""
+        ...
+
+    def check_references(self) -> tuple[str, ...]:
+        """Refuse references that verifiers cannot judge; returns remarks on the others."""
+        ...
+
+
+def demonstration(problem: Problem, *, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids of the prompt, and of the reference answer with the end of sequence behind it."""
+    return tokenizer.encode(problem.prompt), [*tokenizer.encode(problem.answer), tokenizer.eos_id]
+
+
+def is_held_out(key: str) -> bool:
+    """Whether the problem behind `key` is held out: one in `HELD_OUT_EVERY`, by its SHA-256."""
+    digest = hashlib.sha256(key.encode("utf-8")).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_EVERY == 0
+
+
+def refuse_unknown(names: Sequence[str], *, known: Sequence[str], where: str) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise Refusal([f"{where}: unknown {name!r}{_nearest(name, known)}" for name in unknown])
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f", the nearest known name is {near[0]!r}" if near else ""
+
+
+def in_rounds(count: int, *, draw: Callable[[int, int], list[Problem]], where: str) -> list[Problem]:
+    """`count` problems from `draw(missing, round)`: each round gives different ones until they run out."""
+    drawn: list[Problem] = []
+    for round in itertools.count():
+        if len(drawn) >= count:
+            break
+        part = draw(count - len(drawn), round)
+        if not part:
+            raise Refusal(f"{where}: no problem is left for training, all of them are held out")
+        drawn += part
+    return drawn
+
+
+def take_held_out(found: list[Problem], *, count: int, where: str) -> list[Problem]:
+    if len(found) < count:
+        raise Refusal(
+            f"task.eval_problems={count}: {where} has {len(found)} held-out problems: "
+            f"set task.eval_problems={len(found)} or less, or add problems"
+        )
+    return found[:count]

@@ -1,0 +1,153 @@
+"""The one preflight: what validate refuses, no recipe starts with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chat_cases import conversation, write_rows
+from composing import compose_fast
+
+from olmo_rl.cli import run as run_command
+from olmo_rl.config import Config, OverlongPrompt
+from olmo_rl.data.preflight import examine
+from olmo_rl.data.prompting import rendered_task, task_of
+from olmo_rl.data.tokenizers import ByteTokenizer
+from olmo_rl.types import Refusal
+
+SMALL = ("+experiment=packed_moe", "model=hybrid_tiny", "callbacks=quiet")
+SIZES = (
+    "batch.samples_per_step=8",
+    "rollouts.group_size=4",
+    "rollouts.max_new_tokens=4",
+    "trainer.max_steps=1",
+)
+
+
+def problems(path: Path, *, count: int = 80, long: int | None = None) -> Path:
+    rows = [{"prompt": f"{i}=" + ("x" * 400 if i == long else ""), "answer": f"{i}"} for i in range(count)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("recipe", ["train", "rollout", "validate"])
+@pytest.mark.parametrize(
+    ("setting", "content", "words"),
+    [
+        ("task.path=missing.jsonl", None, "task.path=missing.jsonl: no such file"),
+        ("task.path=bad.jsonl", '{"prompt": "a", "answer": "b"}\n{oops\n', "bad.jsonl, line 2: not JSON"),
+        (
+            "task.path=few.jsonl",
+            '{"prompt": "a", "answer": "b"}\n',
+            "task.eval_problems=200: task.path=few.jsonl has",
+        ),
+        (
+            "+task.verifier._target_=no_such.module",
+            "",
+            "task.verifier._target_=no_such.module: No module named",
+        ),
+        ("model.tokenizer=/nowhere", "", "model.tokenizer=/nowhere"),
+        ("model.vocab_size=100", "", "model.vocab_size=100 model.tokenizer=bytes"),
+    ],
+)
+def test_faults_of_the_task_are_found_before_ranks_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+    setting: str,
+    content: str | None,
+    words: str,
+) -> None:
+    def started(*arguments: object) -> None:
+        raise AssertionError("ranks started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("olmo_rl.running.ranks.run_ranks", started)
+    problems(tmp_path / "p.jsonl", count=3000)
+    if content:
+        (tmp_path / setting.partition("=")[2]).write_text(content)
+    path = () if setting.startswith("task.path") else ("task.path=p.jsonl",)
+    assert run_command([*SMALL, *SIZES, "task=jsonl", *path, setting, f"recipe={recipe}"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def overlong(tmp_path: Path, *settings: str) -> Config:
+    path = problems(tmp_path / "p.jsonl", long=61)
+    task = ("task=jsonl", f"task.path={path}", "task.eval_problems=2", "warm_start.steps=0")
+    return compose_fast(*SMALL, *task, "model.max_seq_len=64", "packing.max_tokens=64", *settings)
+
+
+def test_one_overlong_prompt_of_a_file_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    findings = examine(overlong(tmp_path))
+    assert findings.reasons == [
+        "problem 'line-62' has a prompt of 403 tokens, with rollouts.max_new_tokens=16 more than "
+        "model.max_seq_len=64: raise the latter, lower the former, or set task.overlong=leave_out"
+    ]
+
+
+def test_overlong_prompts_are_left_out_and_counted_by_a_key(tmp_path: Path) -> None:
+    config = overlong(tmp_path, "task.overlong=leave_out")
+    findings = examine(config)
+    assert findings.reasons == []
+    (note,) = findings.notes
+    assert note.startswith("task.overlong=leave_out: 1 of ")
+    everything = rendered_task(config, tokenizer=ByteTokenizer())
+    size = everything.size
+    assert size is not None
+    task = task_of(config, tokenizer=ByteTokenizer())
+    drawn = task.problems(size - 1, seed=3)
+    assert "line-62" not in {problem.id for problem in drawn}
+    assert len({problem.prompt for problem in drawn}) == len(drawn) == size - 1
+    assert task.counts["overlong_prompts"] == 1
+    assert task.held_out(2) == everything.held_out(2)
+    again = task_of(config, tokenizer=ByteTokenizer()).problems(size - 1, seed=3)
+    assert again == drawn
+    short = replace(config, model=replace(config.model, max_seq_len=17))
+    (first, _) = examine(short).reasons
+    assert "leaves no problem" in first
+    with pytest.raises(Refusal, match="leaves no problem"):
+        task_of(short, tokenizer=ByteTokenizer()).problems(4, seed=0)
+
+
+def test_prompts_that_fit_are_drawn_alike_whether_overlong_ones_are_refused_or_left_out(
+    tmp_path: Path,
+) -> None:
+    config = compose_fast(*SMALL)
+    lenient = replace(config, task=replace(config.task, overlong=OverlongPrompt.leave_out))
+    drawn = [task_of(c, tokenizer=ByteTokenizer()).problems(64, seed=5) for c in (config, lenient)]
+    assert drawn[0] == drawn[1]
+
+
+def test_held_out_conversations_of_which_none_is_kept_are_refused_by_key(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [{"messages": conversation(i)} for i in range(20)])
+    held = write_rows(tmp_path / "held.jsonl", [{"prompt": "a" * 80, "response": "b"}] * 70)
+    context = ("model.max_seq_len=64", "packing.max_tokens=64")
+    for choice in ("drop", "truncate"):
+        settings = (f"sft.path={train}", f"sft.eval_path={held}", *context, f"sft.overlong={choice}")
+        (reason,) = examine(compose_fast("+experiment=sft_chat", *settings)).reasons
+        assert reason.startswith(
+            f"sft.eval_path={held}: sft.overlong={choice} leaves none of its 70 conversations"
+        )
+
+
+def test_held_out_rows_are_looked_at_whole(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [{"messages": conversation(i)} for i in range(20)])
+    rows: list[object] = [{"messages": conversation(i)} for i in range(100)]
+    held = write_rows(tmp_path / "held.jsonl", [*rows, {"messages": []}])
+    settings = (f"sft.path={train}", f"sft.eval_path={held}")
+    (reason,) = examine(compose_fast("+experiment=sft_chat", *settings)).reasons
+    assert reason == f"{held}, line 101: 'messages' is empty"
+    assert examine(compose_fast("+experiment=sft_chat", *settings, "sft.eval_samples=100")).reasons == []
+
+
+def test_a_missing_logger_is_a_fault_of_this_machine_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from olmo_rl import backends
+
+    monkeypatch.setattr(backends, "importable", lambda name: name != "wandb")
+    assert any("logger=wandb needs wandb" in line for line in backends.missing(compose_fast("logger=wandb")))
+    assert not any("wandb" in line for line in backends.missing(compose_fast()))
