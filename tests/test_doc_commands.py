@@ -2,11 +2,13 @@
 
 `python train.py ...` is called in this process on one rank, with small batches, short answers and one update
 for the page's smallest `trainer.max_steps`, two for the next. What a page marks with `validate` is composed
-and validated instead; rules that read the disk are left out there.
+and validated instead; rules that read the disk are left out there. Metrics that the runs log must be
+explained in the reference.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import re
 import shlex
@@ -27,9 +29,9 @@ from olmo_rl.refusals import refusals
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 SINGLE = ("strategy=single", "trainer=cpu", "callbacks=quiet", "task.eval_problems=2")
 GENERATING = ("rollouts.group_size=4", "rollouts.max_new_tokens=2")
-OTHERS = ("git", "sbatch", "vllm")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+METRICS = set(re.findall(r"`(\w+/\w+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
 WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in blocks(page))]
 
 
@@ -58,6 +60,13 @@ def test_every_command_of_the_page_works(page: Path, session: Path) -> None:
         if block.language == "bash" and block.mark != "external":
             for words in block.commands():
                 check(words, mark=block.mark, steps=steps, session=session)
+    logged = {column for path in session.glob("outputs/**/metrics.csv") for column in columns_of(path)}
+    assert logged - METRICS == {"step"} & logged, "docs/reference/metrics.md explains every metric"
+
+
+def columns_of(path: Path) -> list[str]:
+    with path.open(newline="") as file:
+        return next(csv.reader(file))
 
 
 def step_numbers(found: Sequence[Block]) -> dict[str, int]:

@@ -29,6 +29,17 @@ def test_links_to_files_and_files_named_in_code_exist(page: Path) -> None:
     assert missing == []
 
 
+def test_the_architecture_describes_every_folder() -> None:
+    text = (ROOT / "docs" / "explain" / "architecture.md").read_text()
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    folders = {
+        path for path in ROOT.glob("[!.]*/") if path.name not in ignored and path.suffix != ".egg-info"
+    }
+    folders |= {path.parent for path in (ROOT / "olmo_rl").glob("*/*.py")}
+    names = sorted(str(path.relative_to(ROOT)) for path in folders)
+    assert [name for name in names if f"`{name}/`" not in text] == []
+
+
 def test_the_readme_is_short_enough_to_read() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
 
