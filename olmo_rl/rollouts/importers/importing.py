@@ -8,7 +8,6 @@ reason, or the whole import is refused, naming file, sample, layer and row.
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +28,7 @@ from olmo_rl.rollouts.importers.slime import read_dump
 from olmo_rl.rollouts.importers.suspicious_routes import inspect_routes
 from olmo_rl.rollouts.wire import RouteAxis, decode_routes
 from olmo_rl.types import FIELDS, Collection, ExpertLayout, Kind, Refusal, Sample, Sampling
+from olmo_rl.user_code import load
 
 _REPORTED = 20  # faults named one by one; the rest is counted
 _EXAMPLES = 5  # samples named for each kind of suspicion
@@ -78,25 +78,16 @@ def importer_of(source: str) -> Importer:
     """The importer of a name in `IMPORTERS`, or the function at `package.module:function`."""
     if source in IMPORTERS:
         return IMPORTERS[source]
-    module_name, colon, name = source.partition(":")
-    if not colon or not module_name or not name:
+    if ":" not in source:
         raise Refusal(
             f"imports.source={source}: no importer of that name: choose one of {', '.join(IMPORTERS)}, or "
             "name a reader of your own as package.module:function"
         )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise Refusal(
-            f"imports.source={source}: {module_name} does not import ({error}): install it, or put its "
-            "folder on PYTHONPATH"
-        ) from None
-    reader = getattr(module, name, None)
-    if not callable(reader):
-        raise Refusal(
-            f"imports.source={source}: {module_name} has no function {name}: it takes (path, *, options) and "
-            "yields olmo_rl.rollouts.importers.ForeignSample"
-        )
+    reader = load(
+        source,
+        key="imports.source",
+        takes="a function (path, *, options) that yields olmo_rl.rollouts.importers.ForeignSample",
+    )
     return Importer(read=reader)
 
 
