@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from olmo_rl.planning.cost_model import CostModel, fit, write_cost_model
+from olmo_rl.run_directory import log_fault
 from olmo_rl.types import Refusal, Topology
 
 
@@ -24,7 +25,10 @@ def read_updates(paths: Sequence[Path]) -> tuple[list[dict[str, float]], Topolog
     runs: dict[Path, dict[int, dict[str, Any]]] = defaultdict(dict)
     topologies: set[tuple[int, int]] = set()
     for path in paths:
-        for number, line in enumerate(_lines(path), start=1):
+        lines = _lines(path)
+        if (fault := log_fault(path)) is not None:
+            raise Refusal(f"{path}: {fault}")
+        for number, line in enumerate(lines, start=1):
             try:
                 event = json.loads(line)
                 if event["event"] not in ("expert_balance", "optimizer"):

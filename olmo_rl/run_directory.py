@@ -1,10 +1,10 @@
-"""Where a run leaves its checkpoints, which of them are whole, and which one a run resumes from.
+"""Where a run writes its checkpoints, which of them are complete, and which one a run resumes from.
 
 A checkpoint is a directory `checkpoints/step-<n>`. It is written under another name and renamed when all of
-it is on disk; its manifest, written last, lists every file with its size in bytes. So a checkpoint whose
-writing was cut at any byte has no name that counts, and one that lost bytes afterwards is told by the file
-that did.
-No torch: the table of refusals looks here too.
+it is on disk; its manifest, written last, contains the version of the format and lists every file with its
+size in bytes. So a checkpoint whose writing was cut at any byte never has its final name, and a file that
+lost bytes afterwards is reported by name. A checkpoint of another version is refused.
+No torch: the table of refusals reads this too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from olmo_rl.types import Refusal
 
 EXIT_INTERRUPTED = 75  # interrupted; a checkpoint to resume from is there
 MANIFEST = "manifest.json"
+# Of checkpoints and contract logs: increase it when older files can no longer be read as they are.
+FORMAT_VERSION = 1
+LOG_EVENT = "log"  # the first event of a contract log, which contains its version
+_READABLE = (0, FORMAT_VERSION)  # 0: written before versions existed, otherwise the same
 SCRATCH = ".incomplete"
 _PREFIX = "step-"
 
@@ -27,12 +31,12 @@ def checkpoint_directory(run_dir: str | Path) -> Path:
 
 
 def checkpoint_path(run_dir: str | Path, *, step: int) -> Path:
-    """The name that the checkpoint of an update has once it is whole."""
+    """Return the name that the checkpoint of an update has once it is complete."""
     return checkpoint_directory(run_dir) / f"{_PREFIX}{step}"
 
 
 def named_checkpoints(run_dir: str | Path) -> list[Path]:
-    """Everything with a checkpoint's name, whole or damaged, oldest first."""
+    """List everything with the name of a checkpoint, complete or damaged, oldest first."""
     found = [
         path
         for path in checkpoint_directory(run_dir).glob(f"{_PREFIX}*")
@@ -42,22 +46,25 @@ def named_checkpoints(run_dir: str | Path) -> list[Path]:
 
 
 def complete_checkpoints(run_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run that can be resumed from, oldest first."""
+    """List the checkpoints of a run that can be resumed from, oldest first."""
     return [path for path in named_checkpoints(run_dir) if checkpoint_fault(path) is None]
 
 
 def checkpoint_fault(path: str | Path) -> str | None:
-    """Why this is no checkpoint to resume from, naming the file; None where it is whole."""
+    """Return why this checkpoint cannot be read, naming the file; None where it is complete."""
     path = Path(path)
     if not path.is_dir():
         return "no such directory"
     if path.name.endswith(SCRATCH):
         return "it was still being written when its run ended"
     try:
-        sizes = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["bytes"]
-        expected = {str(name): int(size) for name, size in sizes.items()}
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        expected = {str(name): int(size) for name, size in manifest["bytes"].items()}
+        version = manifest.get("version", 0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or damaged"
+    if (fault := version_fault(version)) is not None:
+        return fault
     for name, size in expected.items():
         file = path / name
         if not file.is_file():
@@ -101,15 +108,39 @@ def passed_over(config: Config) -> list[str]:
     return lines
 
 
+def version_fault(version: object) -> str | None:
+    """Return why a checkpoint or a contract log of this version cannot be read; None where it can."""
+    if version in _READABLE:
+        return None
+    readable = " and ".join(map(str, _READABLE))
+    return (
+        f"its format has version {version}, this olmo_rl reads versions {readable}: use the olmo_rl that "
+        "wrote it, or start a new run"
+    )
+
+
+def log_fault(path: Path) -> str | None:
+    """Return why no line may be appended to a contract log; None where one may. A log without a version, or
+    without lines, has version 0.
+    """
+    with path.open(encoding="utf-8") as lines:
+        first = next(lines, "{}")
+    try:
+        event = json.loads(first)
+        return version_fault(event["version"] if event.get("event") == LOG_EVENT else 0)
+    except (ValueError, KeyError, AttributeError):
+        return "its first line is damaged"
+
+
 def finish_checkpoint(scratch: Path, *, final: Path) -> None:
-    """Give a written checkpoint the name that counts: everything reaches the disk before the name does.
+    """Write the manifest of a checkpoint and give it its final name; every file is on disk before.
 
     One process calls it, after all others have written their files.
     """
     files = sorted(path for path in scratch.iterdir() if path.is_file() and path.name != MANIFEST)
     for file in files:
         _to_disk(file)
-    manifest = {"bytes": {file.name: file.stat().st_size for file in files}}
+    manifest = {"version": FORMAT_VERSION, "bytes": {file.name: file.stat().st_size for file in files}}
     (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     _to_disk(scratch / MANIFEST)
     _to_disk(scratch)
@@ -118,7 +149,7 @@ def finish_checkpoint(scratch: Path, *, final: Path) -> None:
 
 
 def whole_lines(path: Path) -> None:
-    """Cut a last line that a killed process left unfinished, before somebody appends to it."""
+    """Cut a last line that a killed process left unfinished, before lines are appended."""
     if path.is_file() and not (text := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, text.rfind(b"\n") + 1)
 

@@ -1,4 +1,5 @@
-"""Weights of a run as a Hugging Face directory for transformers and serving engines. No GPU, one process.
+"""Writes weights of a run as a Hugging Face directory for transformers and serving engines. No GPU, one
+process.
 
 The architecture follows from the model: olmo3moe for hybrid models, qwen3_moe and olmoe for theirs.
 """
@@ -8,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from olmo_rl.config import Config
-from olmo_rl.policy.hf_export import export_run, written_dtype
+from olmo_rl.hf.export import export_run, written_dtype
 
 
 def run(config: Config) -> None:
-    """`init_from` -> `export.path`, tensor by tensor."""
+    """Export `init_from` to `export.path`, tensor by tensor."""
     assert config.init_from is not None, "refusals require init_from"
     options = config.export
     directory = Path(config.run_dir) / "hf" if options.path is None else Path(options.path)

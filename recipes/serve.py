@@ -10,9 +10,9 @@ from aiohttp import web
 
 from olmo_rl.config import Config
 from olmo_rl.data.tokenizers import fitting_tokenizer
+from olmo_rl.hf.export import engine_pieces
 from olmo_rl.policy.engine import LocalEngine
-from olmo_rl.policy.hf_export import engine_pieces
-from olmo_rl.policy.interop import parameter_shapes, read_weights
+from olmo_rl.policy.weights import parameter_shapes, read_weights
 from olmo_rl.rollouts.collective import Arrivals
 from olmo_rl.rollouts.server import EngineServer
 from olmo_rl.types import Refusal

@@ -1,6 +1,6 @@
-"""A dense Llama as the start of a routed model: experts copied from its MLPs. No GPU, one process.
+"""Creates a routed model from a dense Llama, with experts copied from its MLPs. No GPU, one process.
 
-Before the copies are perturbed their logits are held against the dense model's.
+Before the copies are perturbed, the logits of both models are compared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from olmo_rl.policy.upcycling import WEIGHTS, write_upcycled
 
 
 def run(config: Config) -> None:
-    """`upcycle.dense` -> weights, report and tokenizer in the run directory."""
+    """Write weights, report and tokenizer into the run directory."""
     directory = Path(config.run_dir) / "upcycled"
     report = write_upcycled(config, directory=directory)
     print("\n".join(report.lines()))

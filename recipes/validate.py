@@ -29,7 +29,7 @@ def run(config: Config) -> None:
 
     model, topology = config.model, Topology(config.world_size, config.ep_degree)
     from olmo_rl.policy.footprint import memory_table  # after the refusals: they need no torch
-    from olmo_rl.policy.interop import parameter_shapes
+    from olmo_rl.policy.weights import parameter_shapes
 
     shapes = parameter_shapes(model)
     total, active = count_parameters(config, shapes=shapes)

@@ -54,8 +54,8 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import read_weights
-from olmo_rl.policy.sharded import FullWeights
+from olmo_rl.policy.sharded import whole_weights
+from olmo_rl.policy.weights import read_weights
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.running.callbacks import ContractLog
 from olmo_rl.running.metrics_csv import read_metrics
@@ -361,7 +361,7 @@ def publish(rank: Rank, *, name: str, block_norms: BlockNorms) -> None:
     publication = Publication(cast(RemoteEngine, engines), config=config, strategy=strategy)
 
     def note(decoder: nn.Module, version: int) -> None:
-        given[version] = digest(FullWeights(decoder).gather())
+        given[version] = digest(whole_weights(decoder))
         publication(decoder, version)
         if version in engines.published:
             found = read_weights(engines.published[version])

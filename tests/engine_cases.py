@@ -18,10 +18,10 @@ from torch import Tensor
 
 from olmo_rl.config import LayerType, ModelConfig, RolloutsConfig, Source
 from olmo_rl.data.tokenizers import ByteTokenizer
+from olmo_rl.hf.export import engine_pieces
 from olmo_rl.policy.engine import LocalEngine
-from olmo_rl.policy.hf_export import engine_pieces
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import parameter_shapes
+from olmo_rl.policy.weights import parameter_shapes
 from olmo_rl.rollouts.collective import Arrivals
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.server import EngineServer

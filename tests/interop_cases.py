@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from olmo_rl.config import BlockNorms, LayerType, ModelConfig, QkNorm, Recompute
-from olmo_rl.hf_config import typed
+from olmo_rl.hf.agreement import typed
 from olmo_rl.policy import titan
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import CHECKPOINT_PREFIX, fill
+from olmo_rl.policy.weights import CHECKPOINT_PREFIX, load_weights
 from olmo_rl.types import Topology
 
 DEGREES = (1, 2)
@@ -84,10 +84,10 @@ def fill_and_save(topology: Topology, *, directory: str) -> None:
         decoder = HybridDecoder(hybrid(), attention="reference")
     dims = titan.build_parallel_dims(topology, device_type="cpu")
     titan.parallelize(decoder, dims=dims, dtype=torch.float32, recompute=Recompute.none, device_type="cpu")
-    decoder.to_empty(device="cpu")
+    decoder.allocate(torch.device("cpu"))
     for parameter in decoder.parameters():
         torch.nn.init.constant_(parameter, torch.nan)
-    fill(decoder, f"{directory}/hf")
+    load_weights(decoder, f"{directory}/hf")
     parameters = dict(decoder.named_parameters())
     assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
     weights = {CHECKPOINT_PREFIX + name: parameter for name, parameter in parameters.items()}

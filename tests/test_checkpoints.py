@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -26,10 +27,12 @@ from olmo_rl.config import (
     TrainerConfig,
 )
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import load_weights, save_weights
+from olmo_rl.policy.weights import load_weights, save_weights
 from olmo_rl.refusals import refusals
 from olmo_rl.run_directory import (
+    FORMAT_VERSION,
     MANIFEST,
+    checkpoint_fault,
     complete_checkpoints,
     finish_checkpoint,
     named_checkpoints,
@@ -393,6 +396,24 @@ def test_a_path_that_is_no_checkpoint_is_refused(straight: Run, tmp_path: Path) 
     with pytest.raises(Refusal, match=r"no whole checkpoint, no such directory"):
         resolve_checkpoint(replace(straight.config, ckpt_path=str(tmp_path / "gone")))
     assert resolve_checkpoint(straight.config) is None
+
+
+def test_checkpoints_have_a_version_and_another_one_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "weights").write_bytes(b"1234")
+    finish_checkpoint(tmp_path / "new", final=tmp_path / "step-1")
+    manifest = json.loads((tmp_path / "step-1" / MANIFEST).read_text())
+    assert manifest == {"version": FORMAT_VERSION, "bytes": {"weights": 4}}
+    assert checkpoint_fault(tmp_path / "step-1") is None
+    for version, fault in (
+        (None, None),
+        (FORMAT_VERSION + 1, "version 2, this olmo_rl reads"),
+        ("1", "version 1,"),
+    ):
+        changed = {"bytes": manifest["bytes"]} | ({} if version is None else {"version": version})
+        (tmp_path / "step-1" / MANIFEST).write_text(json.dumps(changed))
+        found = checkpoint_fault(tmp_path / "step-1")
+        assert (found is None) if fault is None else (found is not None and fault in found), version
 
 
 class SignalDuringUpdate(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from olmo_rl.config import Config, LossConfig, OptimConfig, PackingConfig, Polic
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
 from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.run_directory import FORMAT_VERSION, log_fault
 from olmo_rl.types import Sample, Topology
 
 
@@ -32,10 +34,25 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
-def test_every_record_of_the_contract_log_says_event_step_and_rank(logged: Run) -> None:
-    assert [(r["event"], r["step"], r["rank"]) for r in logged.records] == [
+def test_every_record_of_the_contract_log_names_event_step_and_rank(logged: Run) -> None:
+    assert logged.records[0] == {"event": "log", "step": 0, "rank": 0, "version": FORMAT_VERSION}
+    assert [(r["event"], r["step"], r["rank"]) for r in logged.records[1:]] == [
         (event, step, 0) for step in (1, 2) for event in ("packing", "scoring", "replay", "optimizer")
     ]
+
+
+def test_only_logs_of_a_known_version_are_appended_to(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    own = {"event": "log", "step": 0, "rank": 0, "version": FORMAT_VERSION}
+    for first, fault in (
+        (json.dumps(own), None),
+        ('{"event": "packing", "step": 1, "rank": 0}', None),  # of the time before versions
+        (json.dumps(own | {"version": 7}), "version 7, this olmo_rl reads versions 0 and 1"),
+        ("{", "first line is damaged"),
+    ):
+        log.write_text(first + "\n")
+        found = log_fault(log)
+        assert (found is None) if fault is None else (found is not None and fault in found), first
 
 
 def test_the_packing_event_describes_this_ranks_packs(logged: Run) -> None:

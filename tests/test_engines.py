@@ -29,9 +29,9 @@ from torch import Tensor
 
 from olmo_rl.config import PublicationKind, Source
 from olmo_rl.data.tokenizers import ByteTokenizer
+from olmo_rl.hf.export import buckets
+from olmo_rl.hf.names import Piece
 from olmo_rl.policy.engine import Generation, Request
-from olmo_rl.policy.hf_export import buckets
-from olmo_rl.policy.hf_names import Piece
 from olmo_rl.rollouts import control
 from olmo_rl.rollouts.collective import Arrivals, address_for, join, own_store
 from olmo_rl.rollouts.control import Engine

@@ -21,9 +21,9 @@ FLOORS = {
     "olmo_rl.backends": 0,
     "olmo_rl.mixers": 0,
     "olmo_rl.user_code": 0,
-    "olmo_rl.hf_config": 0,
-    "olmo_rl.hf_fields": 0,
-    "olmo_rl.hf_writing": 0,
+    "olmo_rl.hf.files": 2,
+    "olmo_rl.hf.export": 2,
+    "olmo_rl.hf": 0,
     "olmo_rl.refusals": 0,
     "olmo_rl.run_directory": 0,
     "olmo_rl.planning": 1,
@@ -46,9 +46,7 @@ TORCH_FREE = (
     "olmo_rl.backends",
     "olmo_rl.mixers",
     "olmo_rl.user_code",
-    "olmo_rl.hf_config",
-    "olmo_rl.hf_fields",
-    "olmo_rl.hf_writing",
+    "olmo_rl.hf",
     "olmo_rl.refusals",
     "olmo_rl.run_directory",
     "olmo_rl.running.launchers",
@@ -61,7 +59,12 @@ TORCH_FREE = (
     "olmo_rl.library",
     "olmo_rl.running.launchers",
 )
-WITH_TORCH = {"olmo_rl.data.packs", "olmo_rl.data.collate"}  # the tensors of floor 1
+WITH_TORCH = {  # the tensors of floor 1; files and weights of Hugging Face directories
+    "olmo_rl.data.packs",
+    "olmo_rl.data.collate",
+    "olmo_rl.hf.files",
+    "olmo_rl.hf.export",
+}
 USES_TORCH = {"torch", "lightning", "torchtitan", "fla", "triton", "safetensors.torch"}
 MAX_LINES = 400
 LONGER = {"olmo_rl/config.py": 1200}  # a table: every key with its description, read by section

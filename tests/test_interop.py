@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from olmo_rl.config import BlockNorms, ModelConfig, QkNorm
-from olmo_rl.hf_config import HfFormat, disagreements, meaning, read_config
-from olmo_rl.hf_writing import format_of
-from olmo_rl.policy.hf_export import export_hf, export_run
+from olmo_rl.hf.agreement import disagreements, format_of, meaning
+from olmo_rl.hf.export import export_hf, export_run
+from olmo_rl.hf.formats import HfFormat, read_config
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import load_weights, read_weights
+from olmo_rl.policy.weights import load_weights, read_weights
 from olmo_rl.types import Refusal
 
 LENGTHS = [5, 1, 9]
@@ -348,7 +348,7 @@ EXPERT = r"model\.layers\.0\.mlp\.experts\.2\.up_proj\.weight"
         (rewrite(lambda tensors, name: tensors.__delitem__(name)), f"{EXPERT} is missing"),
         (
             rewrite(lambda tensors, name: tensors.update({name + "_bias": torch.zeros(4)})),
-            f"{EXPERT}_bias is not a tensor of this model",
+            f"{EXPERT}_bias is not a weight of this model",
         ),
         (
             rewrite(lambda tensors, name: tensors.update({name: torch.zeros(8, 32)})),

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from olmo_rl.cli import run as run_command
 from olmo_rl.config import BlockNorms, LayerType, ModelConfig, QkNorm, ScoreFunction
-from olmo_rl.hf_config import HfFormat
-from olmo_rl.policy.hf_export import export_hf
-from olmo_rl.policy.hf_names import pieces
+from olmo_rl.hf.export import export_hf
+from olmo_rl.hf.formats import HfFormat
+from olmo_rl.hf.names import pieces
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import parameter_shapes, read_weights
+from olmo_rl.policy.weights import parameter_shapes, read_weights
 
 TESTS = Path(__file__).parent
 PINS = ("transformers==5.2.0", "tokenizers==0.22.2", "ai2-olmo-core==3.0.0")

@@ -18,12 +18,12 @@ from composing import compose
 from launched import train_on_two_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from olmo_rl.cli import run as run_command
 from olmo_rl.config import LayerType
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import parameter_shapes, read_weights
+from olmo_rl.policy.weights import parameter_shapes, read_weights
 
 # packed_moe with its mixers (KDA twice, full, sliding), its latent and its shared experts, at a tenth of its
 # width.
@@ -137,7 +137,7 @@ DAMAGED = {
     "missing": (lose, f"{GATE} is missing"),
     "unexpected": (
         add,
-        "model.layers.1.mlp.router.gate.e_score_correction_bias is not a tensor of this model",
+        "model.layers.1.mlp.router.gate.e_score_correction_bias is not a weight of this model",
     ),
     "shape": (turn, f"{GATE} has shape (32, 8), the model (8, 32)"),
 }
@@ -205,6 +205,9 @@ def test_an_export_carries_the_tokenizer_that_a_later_run_starts_with(here: Comm
     assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
     config = json.loads((place / "with_tokenizer" / "config.json").read_text())
     assert config["eos_token_id"] == theirs.eos_token_id
+    sampling = GenerationConfig.from_pretrained(place / "with_tokenizer")
+    assert (sampling.do_sample, sampling.temperature, sampling.top_p, sampling.top_k) == (True, 1.0, 1.0, 0)
+    assert (sampling.repetition_penalty, sampling.eos_token_id) == (1.0, theirs.eos_token_id)
 
     # The ids of one tokenizer with the weights of another would train on noise.
     start = (*PACKED, *vocabulary, "init_from=with_tokenizer", "trainer.max_steps=1")

@@ -55,10 +55,22 @@ def test_replayed_gates_are_current_scores_at_the_replayed_ids_normalised_then_s
     torch.testing.assert_close(swapped.gates, torch.tensor([[5 / 8, 1 / 8]], dtype=torch.float64))
 
 
-def test_sigmoid_scores_are_gathered_and_normalised_the_same_way() -> None:
-    weight = [[0.0], [math.log(3)], [-math.log(3)]]  # sigmoid: 1/2, 3/4, 1/4
-    routed = router_of(weight, score_function=ScoreFunction.sigmoid)(ONE, torch.tensor([[0, 2]]))
-    torch.testing.assert_close(routed.gates, torch.tensor([[2 / 3, 1 / 3]], dtype=torch.float64))
+def test_gates_of_sigmoid_routers_are_scores_plus_the_released_constant() -> None:
+    routed = router_of([[0.0], [2.0], [-2.0]], score_function=ScoreFunction.sigmoid)(
+        ONE, torch.tensor([[0, 2]])
+    )
+    scores = [1 / 2 + 1e-7, 1 / (1 + math.exp(2)) + 1e-7]
+    want = torch.tensor([[score / sum(scores) for score in scores]], dtype=torch.float64)
+    torch.testing.assert_close(routed.gates, want, rtol=1e-12, atol=0)
+
+
+def test_saturated_sigmoid_gates_are_equal_and_softmax_gates_are_not() -> None:
+    weight = [[-40.0], [-50.0], [-60.0]]  # sigmoid: 4e-18 and less, beside 1e-7
+    routed = router_of(weight, score_function=ScoreFunction.sigmoid)(ONE)
+    torch.testing.assert_close(routed.gates, torch.full((1, 2), 0.5, dtype=torch.float64))
+    gates = router_of(weight)(ONE).gates.sort(descending=True).values
+    want = torch.tensor([[1 / (1 + math.exp(-10)), 1 / (1 + math.exp(10))]], dtype=torch.float64)
+    torch.testing.assert_close(gates, want)
 
 
 def test_live_routing_takes_the_best_scores_and_replay_overrules_it() -> None:

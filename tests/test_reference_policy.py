@@ -43,7 +43,7 @@ from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
 from olmo_rl.data.preflight import preflight
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import save_weights
+from olmo_rl.policy.weights import save_weights
 from olmo_rl.refusals import refusals
 from olmo_rl.training.frozen_reference import fingerprint_of
 from olmo_rl.types import Refusal, Sample, Topology

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from composing import compose
 
-from olmo_rl.hf_config import disagreements, meaning, read_config
-from olmo_rl.policy.interop import parameter_shapes
+from olmo_rl.hf.agreement import disagreements, meaning
+from olmo_rl.hf.formats import read_config
+from olmo_rl.policy.weights import parameter_shapes
 from olmo_rl.refusals import refusals
 from olmo_rl.types import Refusal
 from recipes import validate

@@ -444,6 +444,12 @@ def test_hugging_face_tokenizers_stand_behind_the_same_calls(tmp_path: Path) -> 
 def test_tokenizers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="no end-of-sequence token"):
         load_tokenizer(save_hf_tokenizer(tmp_path / "endless", eos=None))
+    path = Path(save_hf_tokenizer(tmp_path / "remote", eos="<eos>")) / "tokenizer_config.json"
+    named = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    (path.parent / "code.py").write_text("raise SystemExit('code of a model ran')")
+    with pytest.raises(Refusal, match=r"remote: tokenizer_config\.json has auto_map=.*code\.Tokenizer"):
+        load_tokenizer(str(path.parent))
     (tmp_path / "empty").mkdir()
     with pytest.raises(Refusal, match=r"model\.tokenizer=.*empty"):
         load_tokenizer(str(tmp_path / "empty"))

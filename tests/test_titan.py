@@ -124,7 +124,8 @@ def test_live_routing_equals_torchtitans_own_router(score_function: ScoreFunctio
     x = torch.randn(21, 16, generator=torch.Generator().manual_seed(0))
     routed, (gates, ids, scores) = ours(x), theirs(x[None])
     assert torch.equal(routed.ids, ids[0])
-    assert torch.equal(routed.scores, scores[0])
+    released = 1e-7 if score_function is ScoreFunction.sigmoid else 0.0  # olmo3moe adds it
+    assert torch.equal(routed.scores, scores[0] + released)
     torch.testing.assert_close(routed.gates, gates[0])
 
 
@@ -141,7 +142,7 @@ def test_a_topology_without_its_process_group_is_refused() -> None:
 
 def test_one_process_gathers_copies_of_its_weights_without_communication() -> None:
     model = build(torch.float32)
-    full = sharded.FullWeights(model).gather()
+    full = sharded.whole_weights(model)
     assert list(full) == [name for name, _ in model.named_parameters()]
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
@@ -266,11 +267,10 @@ def parallel_step(
 
 
 def check_gather(model: HybridDecoder) -> dict[str, bool]:
-    """Before and after an update, through one object: the gather follows the weights."""
-    weights = sharded.FullWeights(model)
+    """Before and after an update: the copies follow the weights."""
     found = {}
     for moment in ("before", "after"):
-        full = weights.gather()
+        full = sharded.whole_weights(model)
         found[moment] = all(
             torch.equal(full[name], parameter.full_tensor().float())
             for name, parameter in model.named_parameters()

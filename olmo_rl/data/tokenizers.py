@@ -1,11 +1,13 @@
 """Text to token ids and back: bytes for tiny models, Hugging Face tokenizers for real ones. No torch here.
 
-Refuses: tokenizers that cannot be found, have no end-of-sequence token, or know more ids than the embedding.
+Refuses tokenizers that cannot be found, need code of their own, have no end-of-sequence token, or have more
+ids than the embedding has rows.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,7 +37,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
-    """One id a UTF-8 byte, then pad, bos, eos. What is no UTF-8, or beyond the table, decodes to U+FFFD."""
+    """One id for each byte of UTF-8, then pad, bos, eos. Invalid bytes and unknown ids decode to U+FFFD."""
 
     pad_id: int = 256
     bos_id: int = 257
@@ -53,7 +55,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class HfTokenizer:
-    """A Hugging Face tokenizer behind the same calls."""
+    """A Hugging Face tokenizer with the same methods."""
 
     backend: Any
     eos_id: int
@@ -67,7 +69,7 @@ class HfTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or a Hugging Face tokenizer by directory or name, or that of a GGUF file."""
+    """Return the byte tokenizer, a Hugging Face tokenizer by directory or name, or that of a GGUF file."""
     if name == "bytes":
         return ByteTokenizer()
     if importlib.util.find_spec("transformers") is None:
@@ -76,11 +78,11 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     try:
         gguf = find_gguf(name, key="model.tokenizer")
-        backend = (
-            AutoTokenizer.from_pretrained(name)
-            if gguf is None
-            else gguf_tokenizer(gguf, key="model.tokenizer")
-        )
+        if gguf is None:
+            _refuse_code(name)
+            backend = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        else:
+            backend = gguf_tokenizer(gguf, key="model.tokenizer")
     except (OSError, ValueError) as error:
         raise Refusal(f"model.tokenizer={name}: {str(error).splitlines()[0]}") from error
     if backend.eos_token_id is None:
@@ -91,8 +93,20 @@ def load_tokenizer(name: str) -> Tokenizer:
     )
 
 
+def _refuse_code(name: str) -> None:
+    """Refuse a tokenizer whose own code would have to run; transformers asks on a terminal otherwise."""
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    named = get_tokenizer_config(name).get("auto_map")
+    if named is not None:
+        raise Refusal(
+            f"model.tokenizer={name}: tokenizer_config.json has auto_map={json.dumps(named)}: such code "
+            "is never run: give a tokenizer with tokenizer.json and without auto_map"
+        )
+
+
 def fitting_tokenizer(model: ModelConfig) -> Tokenizer:
-    """The tokenizer of `model`, refused where it knows ids that the embedding has no row for."""
+    """Return the tokenizer of `model`; refuse one with ids that the embedding has no row for."""
     tokenizer = load_tokenizer(model.tokenizer)
     if tokenizer.vocab_size > model.vocab_size:
         raise Refusal(

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from olmo_rl.config import ModelConfig
+from olmo_rl.hf.names import refuse_mismatches
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.types import Refusal
 
@@ -130,18 +131,11 @@ class LocalEngine:
         """Take over full weights by name. Everything is checked before the first copy: a refused publish
         leaves weights and version as they were.
         """
-        reasons = [f"publish: {name} is missing" for name in self._parameters if name not in weights]
-        reasons += [
-            f"publish: {name} is not a weight of the model"
-            for name in weights
-            if name not in self._parameters
-        ]
-        for name in self._parameters.keys() & weights.keys():
-            given, own = tuple(weights[name].shape), tuple(self._parameters[name].shape)
-            if given != own:
-                reasons.append(f"publish: {name} has shape {given}, the model needs {own}")
-        if reasons:
-            raise Refusal(reasons)
+        refuse_mismatches(
+            {name: parameter.shape for name, parameter in self._parameters.items()},
+            {name: tensor.shape for name, tensor in weights.items()},
+            where="publish",
+        )
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
         self.version = version

@@ -25,8 +25,8 @@ from olmo_rl.config import (
     Recompute,
     Source,
 )
+from olmo_rl.hf.export import BUCKET_BYTES, is_single_file, written_dtype
 from olmo_rl.mixers import mixer_of
-from olmo_rl.policy.hf_export import BUCKET_BYTES, is_single_file, written_dtype
 
 _EXPERT = ".routed_experts."
 _MASTER = 4  # bytes of a float32 weight, gradient or moment

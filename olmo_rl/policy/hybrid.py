@@ -29,6 +29,7 @@ from olmo_rl.mixers import Family, mixer_of
 from olmo_rl.policy.compiling import region
 from olmo_rl.policy.logprobs import Head, LogprobRequest, Logprobs
 from olmo_rl.policy.moe import MixtureOfExperts, RouterStatistics, SwiGLU, recomputed
+from olmo_rl.policy.sharded import draw, local_part
 from olmo_rl.types import Refusal
 
 
@@ -128,13 +129,13 @@ def named_generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest))
 
 
-def _fill(parameter: Tensor, *, module: nn.Module, std: float, generator: torch.Generator) -> None:
+def _draw(parameter: Tensor, *, module: nn.Module, std: float, generator: torch.Generator) -> None:
     if isinstance(module, nn.RMSNorm):
-        parameter.fill_(1.0)
+        local_part(parameter).fill_(1.0)
     elif parameter.ndim == 1:
-        parameter.zero_()
+        local_part(parameter).zero_()
     else:
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        draw(parameter, lambda whole: whole.normal_(generator=generator).mul_(std))
 
 
 def require_context(model: nn.Module) -> None:
@@ -170,6 +171,15 @@ class HybridDecoder(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head = Head(config.dim, vocab_size=config.vocab_size)
         if config.tie_embeddings:
+            self.lm_head.weight = self.tok_embeddings.weight
+
+    def allocate(self, device: torch.device) -> None:
+        """Move from the meta device to `device`; parameters, or this rank's shards of them, are
+        uninitialised. Tied embeddings stay one parameter.
+        """
+        assert next(self.buffers(), None) is None, "a buffer would stay uninitialised"
+        self.to_empty(device=device)
+        if self.enable_weight_tying:
             self.lm_head.weight = self.tok_embeddings.weight
 
     @property
@@ -214,9 +224,10 @@ class HybridDecoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Draw all weights from `seed`, on the CPU and before sharding, so that every topology starts alike.
+        """Draw all weights from `seed`; each rank keeps its shards, which are equal on every topology.
 
-        Each module has a generator of its own, seeded by its name, so that none depends on another's shape.
+        Parameters are drawn whole on the CPU, one at a time. Each module has its own generator, seeded by its
+        name, so that none depends on another's shape.
         Matrices are normal with `init_std`; those that write to the residual stream are scaled by 1/sqrt(2 x
         layers). A module with a method `init_weights(generator)` draws its own parameters.
         """
@@ -231,7 +242,7 @@ class HybridDecoder(nn.Module):
                 std = self.config.init_std
                 if f"{name}.{leaf}".endswith(_RESIDUAL_OUTPUTS):
                     std /= math.sqrt(2 * len(self.layers))
-                _fill(parameter, module=module, std=std, generator=generator)
+                _draw(parameter, module=module, std=std, generator=generator)
 
     def _check_routes(self, context: PackContext) -> None:
         if context.mode is not RouteMode.replay:

@@ -1,7 +1,7 @@
-"""Work on a model whose weights are shards: gradient sync, clipping over meshes, copies of whole weights.
+"""Operations on sharded models: gradient synchronisation, clipping over meshes, whole weights and own parts.
 
-Dense and expert weights live on different meshes; every element lives on exactly one rank, so that local
-shards add up. A model that is not sharded needs none of it and passes through. Nothing is refused.
+Dense and expert weights lie on different meshes; every element lies on exactly one rank, so that sums over
+local shards are sums over the model. All functions accept models that are not sharded. Nothing is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,13 +21,13 @@ Read = Callable[[str], Tensor]
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part, as a plain tensor."""
+    """Return this rank's part as a plain tensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def places(parameter: Tensor) -> list[Tensor]:
-    """int64, ascending: which indices of every dimension this rank's part has. Dimensions are sent one by one
-    through the parameter's own placement, so that any sharding is followed; nothing is communicated.
+    """Return the indices of this rank's part along every dimension, int64, ascending. They follow from the
+    parameter's own placement, whatever it is; nothing is communicated.
     """
     if not isinstance(parameter, DTensor):
         return [torch.arange(size) for size in parameter.shape]
@@ -42,7 +41,7 @@ def places(parameter: Tensor) -> list[Tensor]:
 
 
 def _along(placement: Placement, *, dim: int) -> Placement:
-    """What a placement does to one dimension, as one of a tensor that has no other."""
+    """Return the effect of a placement on one dimension, as the placement of a 1-D tensor."""
     if getattr(placement, "dim", None) != dim:
         return Replicate()
     if isinstance(placement, _StridedShard):
@@ -50,13 +49,44 @@ def _along(placement: Placement, *, dim: int) -> Placement:
     return Shard(0)
 
 
+def own_part(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's part of `whole`, which has the shape of `parameter`; a view where it can be."""
+    for dim, along in enumerate(places(parameter)):
+        if len(along) == 0:
+            whole = whole.narrow(dim, 0, 0)
+        elif int(along[-1] - along[0]) + 1 == len(along):
+            whole = whole.narrow(dim, int(along[0]), len(along))
+        else:
+            whole = whole.index_select(dim, along)
+    return whole
+
+
+@torch.no_grad()
+def draw(parameter: Tensor, values: Callable[[Tensor], object]) -> None:
+    """Set a parameter to what `values` writes into an empty float32 tensor of its whole shape on the CPU, of
+    which this rank keeps its part: equal on every topology. Needs memory for one whole parameter.
+    """
+    if parameter.is_meta:
+        return
+    if (
+        parameter.dtype is torch.float32
+        and parameter.device.type == "cpu"
+        and local_part(parameter) is parameter
+    ):
+        values(parameter)
+        return
+    whole = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    values(whole)
+    local_part(parameter).copy_(own_part(parameter, whole))
+
+
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """All modules that FSDP gathers as units."""
+    """List the modules that FSDP gathers as units."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what forwards without a backward left gathered: FSDP keeps the root's weights for the backward."""
+    """Free weights that a forward without a backward left gathered: FSDP keeps those of the root."""
     for unit in fsdp_modules(model):
         unit.reshard()
 
@@ -92,157 +122,59 @@ def clip_grad_norm(model: nn.Module, *, max_norm: float | None) -> Tensor:
     return norm.to(torch.float32)
 
 
-class FullWeights:
-    """Copies of all weights on every rank, by ONE all-gather of one flat buffer.
+@torch.no_grad()
+def whole(parameter: Tensor) -> Tensor:
+    """Return a copy of a whole parameter, float32. A collective of all ranks where it is sharded."""
+    parameter = parameter.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter.to(torch.float32, copy=True)
+    # One mesh dimension at a time, the outermost sharding last: several at once warn on every rank.
+    placements = list(parameter.placements)
+    strided = [isinstance(placement, _StridedShard) for placement in placements]
+    for dim in sorted(range(len(placements)), key=lambda dim: (not strided[dim], -dim)):
+        placements[dim] = Replicate()
+        parameter = parameter.redistribute(placements=placements)
+    return parameter.to_local().to(torch.float32)
 
-    Built once from the sharded model. Where each element lies is found by sending element numbers through the
-    parameter's own placement, so any sharding is followed, uneven and strided ones too. Costs 4 to 8 bytes an
-    element for the addresses: meant for models whose unsharded copy fits a rank.
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters by name, whole, float32, on every rank: for models whose unsharded copy
+    fits a rank. A collective of all ranks.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        for module in fsdp_modules(model):
-            module.reshard()  # so that the parameters below are the shards which the optimizer updates
-        self._parameters = dict(model.named_parameters())
-        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
-        if self._sharded:
-            self._stride = self._longest_shard()
-            self._index = self._addresses()
-
-    def _longest_shard(self) -> int:
-        device = next(iter(self._parameters.values())).device
-        numel = torch.tensor(sum(local_part(p).numel() for p in self._parameters.values()), device=device)
-        dist.all_reduce(numel, op=dist.ReduceOp.MAX)
-        return int(numel)
-
-    def _addresses(self) -> Tensor:
-        """int [elements of the model]: place of every element in the gathered buffer, parameters in order."""
-        held, first = [], 0
-        for parameter in self._parameters.values():
-            last = first + parameter.numel()
-            numbers = torch.arange(first, last, device=parameter.device).view(parameter.shape)
-            first = last
-            if isinstance(parameter, DTensor):
-                whole = [Replicate()] * parameter.device_mesh.ndim
-                numbers = DTensor.from_local(numbers, parameter.device_mesh, whole, run_check=False)
-                numbers = numbers.redistribute(placements=parameter.placements).to_local()
-            held.append(numbers.reshape(-1))
-        mine = torch.full((self._stride,), first, device=held[0].device)  # padding: one past the last element
-        flat = torch.cat(held)
-        mine[: flat.numel()] = flat
-        numbers = mine.new_empty(self._stride * dist.get_world_size())
-        dist.all_gather_single(numbers, mine)
-        addresses = torch.empty(first + 1, dtype=torch.int64, device=mine.device)
-        addresses[numbers] = torch.arange(numbers.numel(), device=mine.device)
-        return addresses[:-1].to(torch.int32 if numbers.numel() < 2**31 else torch.int64)
-
-    @torch.no_grad()
-    def gather(self) -> dict[str, Tensor]:
-        """Every parameter by name, full, float32, a copy, on every rank. A collective: all ranks call it."""
-        locals_ = [local_part(p).detach() for p in self._parameters.values()]
-        if not self._sharded:
-            return {
-                name: p.to(torch.float32, copy=True)
-                for name, p in zip(self._parameters, locals_, strict=True)
-            }
-        flat = locals_[0].new_zeros(self._stride, dtype=torch.float32)
-        used = torch.cat([p.reshape(-1) for p in locals_])
-        flat[: used.numel()] = used
-        gathered = flat.new_empty(self._stride * dist.get_world_size())
-        dist.all_gather_single(gathered, flat)
-        full = gathered.index_select(0, self._index).split([s.numel() for s in self._shapes.values()])
-        return {
-            name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), full, strict=True)
-        }
+    reshard(model)  # so that the parameters below are the shards that the optimizer updates
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
 class ParameterReader:
-    """Whole parameters on rank 0, one after another: what any rank holds beside the shards is one parameter.
-
-    Built once from the sharded model, which is a collective. Where a part lies is told by its placement, so
-    any sharding is followed, uneven and strided ones too.
-    """
+    """Whole parameters for rank 0, one at a time: beside its shards, a rank contains one parameter."""
 
     def __init__(self, model: nn.Module) -> None:
-        reshard(model)  # so that the parameters below are the shards which the optimizer updates
+        reshard(model)  # so that the parameters below are the shards that the optimizer updates
         self._parameters = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
-        self._rank = dist.get_rank() if self._sharded else 0
-        if self._sharded:
-            device = next(iter(self._parameters.values())).device
-            room = torch.tensor([local_part(p).numel() for p in self._parameters.values()], device=device)
-            dist.all_reduce(room, op=dist.ReduceOp.MAX)
-            self._room = dict(zip(self._parameters, room.tolist(), strict=True))
-            mine = {name: [_span(along) for along in places(p)] for name, p in self._parameters.items()}
-            self._places: list[dict[str, list[slice | Tensor]]] | None = None
-            if self._rank == 0:
-                self._places = [{} for _ in range(dist.get_world_size())]
-            dist.gather_object(mine, self._places)
 
     def on_rank_zero(self, work: Callable[[Read], T]) -> T | None:
-        """What `work` makes of a function that reads a parameter by name, float32, on rank 0; None on the
-        others, which send their parts of what it reads until it ends. A collective.
+        """Call `work` on rank 0 with a function that reads a whole parameter by name, float32, and return its
+        result; None on the other ranks, which take part in each read until `work` ends. A collective.
         """
-        if self._rank > 0:
-            while (name := self._told(None)) is not None:
-                self._collect(name)
+        if self._sharded and dist.get_rank() > 0:
+            while (name := self._announce(None)) is not None:
+                whole(self._parameters[name])
             return None
         try:
             return work(self._read)
         finally:
-            self._told(None)
+            self._announce(None)
 
     def _read(self, name: str) -> Tensor:
-        self._told(name)
-        return self._collect(name)
+        self._announce(name)
+        return whole(self._parameters[name])
 
-    def _told(self, name: str | None) -> str | None:
-        """What rank 0 reads next, None when it has done."""
+    def _announce(self, name: str | None) -> str | None:
+        """Return the name that rank 0 reads next; None where it reads no more."""
         if not self._sharded:
             return name
-        telling = [name]
-        dist.broadcast_object_list(telling, src=0)
-        return telling[0]
-
-    @torch.no_grad()
-    def _collect(self, name: str) -> Tensor:
-        """The whole parameter on rank 0, this rank's padded part of it on the others."""
-        parameter = self._parameters[name]
-        part = local_part(parameter).detach()
-        if not self._sharded:
-            return part.to(torch.float32, copy=True)
-        sent = part.new_zeros(self._room[name], dtype=torch.float32)
-        sent[: part.numel()] = part.reshape(-1)
-        if self._places is None:
-            dist.gather(sent, dst=0)
-            return sent
-        parts = [torch.empty_like(sent) for _ in self._places]
-        dist.gather(sent, parts, dst=0)
-        whole = torch.empty(parameter.shape, dtype=torch.float32)
-        for flat, held in zip(parts, self._places, strict=True):
-            _put(whole, flat.cpu(), held[name])
-        return whole
-
-
-def _span(along: Tensor) -> slice | Tensor:
-    """Ascending indices as a slice, where they have no gaps."""
-    if len(along) == 0:
-        return slice(0, 0)
-    first, last = int(along[0]), int(along[-1])
-    return slice(first, last + 1) if last - first + 1 == len(along) else along
-
-
-def _put(whole: Tensor, flat: Tensor, held: list[slice | Tensor]) -> None:
-    """Copy the part that has the indices `held` along every dimension; `flat` may be longer."""
-    along = [
-        np.arange(size)[places] if isinstance(places, slice) else places.numpy()
-        for size, places in zip(whole.shape, held, strict=True)
-    ]
-    shape = [len(places) for places in along]
-    part = flat[: int(np.prod(shape))].view(shape)
-    if all(isinstance(places, slice) for places in held):
-        whole[tuple(held)] = part
-    else:
-        whole.numpy()[np.ix_(*along)] = part.numpy()
+        message = [name]
+        dist.broadcast_object_list(message, src=0)
+        return message[0]

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 _SPMD_BACKEND = "partial_dtensor"
 _EXPERT_PARAMETERS = ("w1_EFD", "w2_EDF", "w3_EFD")
+# Added to every score, before top-k, by Olmo3Moe (modeling_olmo3moe.py of ai2-olmo-core 3.0.0), the only
+# released architecture of ours with sigmoid routers: where all scores of a token vanish, gates become equal.
+_SIGMOID_FLOOR = 1e-7
 _WIDTH_MULTIPLE = 8  # of the grouped matrix product in bfloat16; float32 needs 4
 
 
@@ -78,7 +81,10 @@ class ReplayRouter(TokenChoiceTopKRouter):
         weight = self.gate.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         logits = F.linear(x.to(dtype), weight.to(dtype))
-        scores = torch.sigmoid(logits) if self.score_func == "sigmoid" else torch.softmax(logits, dim=-1)
+        if self.score_func == "sigmoid":
+            scores = torch.sigmoid(logits) + _SIGMOID_FLOOR
+        else:
+            scores = torch.softmax(logits, dim=-1)
         if ids is None:
             ids = self.choose(scores)
         if pads is not None:

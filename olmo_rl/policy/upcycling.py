@@ -2,11 +2,11 @@
 
 Attention, norms, embeddings and the MLPs of dense layers are copied. Every expert is its layer's MLP plus a
 Gaussian perturbation; routers are drawn with `model.init_std`. Gates sum to 1, so with equal experts the
-mixture is the MLP, whatever the router chooses: before experts are perturbed, the logits of the routed model
-are held against those that transformers computes with the dense one.
+mixture equals the MLP whatever the router chooses: before experts are perturbed, the logits of the routed
+model are compared with those that transformers computes with the dense one.
 
-Refused: sources that are no Llama, or another one than `model.*` says, key by key; weights without a place,
-or a place without weights; logits further apart than TOLERANCE. Nothing is written then.
+Refused: sources that are not a Llama or differ from `model.*`, key by key; missing, unexpected or wrongly
+shaped weights; logits that differ by more than TOLERANCE. Nothing is written then.
 
 Shapes: T tokens of a document, V vocabulary.
 """
@@ -31,15 +31,16 @@ from olmo_rl.data.chat import user_prompt
 from olmo_rl.data.gguf import find_gguf, require
 from olmo_rl.data.packs import PackContext
 from olmo_rl.data.tokenizers import HfTokenizer, Tokenizer, fitting_tokenizer
-from olmo_rl.hf_config import HfFormat, is_hf_directory, meaning, typed
-from olmo_rl.policy.hf_names import Piece, pieces
+from olmo_rl.hf.agreement import meaning, typed
+from olmo_rl.hf.formats import HfFormat, is_hf_directory
+from olmo_rl.hf.names import Piece, pieces, refuse_mismatches
 from olmo_rl.policy.hybrid import HybridDecoder, named_generator
-from olmo_rl.policy.interop import save_weights
+from olmo_rl.policy.weights import save_weights
 from olmo_rl.types import Refusal
 
 WEIGHTS, REPORT = "weights.safetensors", "upcycling.json"
 TOLERANCE = 1e-3  # of a logit, absolute, in float32: a deep model sums in another order
-# What the logits are compared on; rendered by the tokenizer's chat template where it has one.
+# Texts on which logits are compared; rendered by the tokenizer's chat template where it has one.
 PROMPTS = (
     "What is the capital of France?",
     "State the final answer to the following arithmetic problem: 17 + 25 =",
@@ -49,13 +50,12 @@ PROMPTS = (
 _KEY = "upcycle.dense"
 _EXPERT = re.compile(r"\.mlp\.experts\.\d+\.")
 _ROUTER = ".mlp.gate.weight"
-_SHOWN = 8  # tensors named in a refusal; more are counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upcycling:
-    """What was made and how far it is from the dense model. Logits are compared at every token of the
-    prompts; `noise` is the measured perturbation of experts, RMS over RMS.
+    """Size of the routed model and its distance from the dense one. Logits are compared at every token of
+    the prompts; `noise` is the measured perturbation of experts, RMS over RMS.
     """
 
     dense: str
@@ -68,7 +68,7 @@ class Upcycling:
     difference_of_perturbed_experts: float
 
     def lines(self) -> list[str]:
-        """For the terminal."""
+        """Return the report as lines for the terminal."""
         return [
             f"upcycled: {self.dense} -> {self.parameters:,} parameters",
             f"equal experts: logits at {self.tokens} tokens differ from the dense model's by at most "
@@ -80,7 +80,7 @@ class Upcycling:
 
 
 def write_upcycled(config: Config, *, directory: Path) -> Upcycling:
-    """Make the weights of `config.model` from `upcycle.dense` and write them, the report and the tokenizer
+    """Create the weights of `config.model` from `upcycle.dense` and write them, the report and the tokenizer
     into `directory`: complete or absent.
     """
     assert config.upcycle.dense is not None, "refusals require upcycle.dense"
@@ -113,22 +113,26 @@ def write_upcycled(config: Config, *, directory: Path) -> Upcycling:
 
 
 def read_report(directory: Path) -> Upcycling:
-    """What `write_upcycled` reported when it wrote this directory."""
+    """Read the report that `write_upcycled` wrote into this directory."""
     return Upcycling(**json.loads((directory / REPORT).read_text(encoding="utf-8")))
 
 
 def load_dense(name: str) -> Any:
-    """The dense model, of transformers, in float32."""
+    """Load the dense model with transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
     folder, file = _place(name)
     return AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file, dtype=torch.float32, attn_implementation="sdpa"
+        folder,
+        gguf_file=file,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
+        trust_remote_code=False,
     ).eval()
 
 
 def _place(name: str) -> tuple[Path, str | None]:
-    """The directory of the dense model, and its GGUF file where it is one."""
+    """Return the directory of the dense model, and the name of its GGUF file, None for other formats."""
     where = f"{_KEY}={name}"
     path = find_gguf(name, key=_KEY)
     if path is not None:
@@ -141,20 +145,20 @@ def _place(name: str) -> tuple[Path, str | None]:
 
 
 def dense_files(name: str) -> list[Path]:
-    """The files that the dense model is made of, in name order."""
+    """List the files of the dense model in name order."""
     folder, file = _place(name)
     return [folder / file] if file is not None else sorted(p for p in folder.iterdir() if p.is_file())
 
 
 def refuse_misfits(config: Config) -> None:
-    """Refuse a dense model that `config.model` is no upcycled form of; no weights are read."""
+    """Refuse a dense model of which `config.model` is not an upcycled form; no weights are read."""
     name = config.upcycle.dense
     assert name is not None, "refusals require upcycle.dense"
     folder, file = _place(name)
     from transformers import AutoConfig
 
     try:
-        dense = AutoConfig.from_pretrained(folder, gguf_file=file)
+        dense = AutoConfig.from_pretrained(folder, gguf_file=file, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise Refusal(f"{_KEY}={name}: {str(error).splitlines()[0]}") from error
     if dense.model_type != "llama":
@@ -164,7 +168,7 @@ def refuse_misfits(config: Config) -> None:
 
 
 def _misfits(model: ModelConfig, *, dense: Any, where: str) -> list[str]:
-    """One line a key, with the override to type, and one for each thing that our decoder does not compute."""
+    """List one line for each differing key, with the override to type, and for each unsupported feature."""
     rope = dict(dense.rope_parameters)
     held = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     reasons = [
@@ -186,7 +190,7 @@ def _misfits(model: ModelConfig, *, dense: Any, where: str) -> list[str]:
         qk_norm=QkNorm.none,
         rope_theta=float(rope["rope_theta"]),
         expert_hidden=dense.intermediate_size,
-        norm_eps=round(float(dense.rms_norm_eps), 12),  # GGUF holds it in float32
+        norm_eps=round(float(dense.rms_norm_eps), 12),  # GGUF stores it in float32
         tie_embeddings=dense.tie_word_embeddings,
     )
     ours, theirs = meaning(model), meaning(same)
@@ -206,23 +210,16 @@ def _misfits(model: ModelConfig, *, dense: Any, where: str) -> list[str]:
 @torch.no_grad()
 def fill_from_dense(decoder: HybridDecoder, dense: Mapping[str, Tensor], *, seed: int) -> None:
     """Fill a decoder from the dense model's weights by their Hugging Face names: equal experts, routers drawn
-    from `seed`. Every weight on either side must find its place.
+    from `seed`. Every weight of one model must have a counterpart in the other.
     """
     parameters = dict(decoder.named_parameters())
     parts = pieces({name: p.shape for name, p in parameters.items()}, kind=HfFormat.qwen3_moe)
     copied = {piece: _EXPERT.sub(".mlp.", piece.name) for piece in parts if not _is_router(piece)}
-    reasons = [f"{name} is missing" for name in dict.fromkeys(copied.values()) if name not in dense]
-    reasons += [f"{name} has no place in the model" for name in sorted(dense.keys() - set(copied.values()))]
-    reasons += [
-        f"{name} has shape {tuple(dense[name].shape)}, the model {piece.shape}"
-        for piece, name in copied.items()
-        if name in dense and tuple(dense[name].shape) != tuple(piece.shape)
-    ]
-    if reasons:
-        rest = len(reasons) - _SHOWN
-        raise Refusal(
-            [f"{_KEY}: {reason}" for reason in reasons[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])]
-        )
+    refuse_mismatches(
+        {name: piece.shape for piece, name in copied.items()},
+        {name: tensor.shape for name, tensor in dense.items()},
+        where=_KEY,
+    )
     for piece in parts:
         part = parameters[piece.parameter][piece.start : piece.stop]
         if _is_router(piece):
@@ -238,8 +235,8 @@ def _is_router(piece: Piece) -> bool:
 
 @torch.no_grad()
 def perturb(decoder: HybridDecoder, *, noise: float, seed: int) -> float:
-    """Add to every matrix of every expert a Gaussian of `noise` times the matrix's own RMS; returns what that
-    came to, RMS over RMS of all experts together.
+    """Add to every matrix of every expert a Gaussian of `noise` times the matrix's own RMS; return the
+    measured perturbation, RMS over RMS of all experts together.
     """
     added, whole = 0.0, 0.0
     for name, parameter in decoder.named_parameters():
@@ -255,7 +252,7 @@ def perturb(decoder: HybridDecoder, *, noise: float, seed: int) -> float:
 
 
 def prompt_ids(tokenizer: Tokenizer) -> list[list[int]]:
-    """Ids of PROMPTS."""
+    """Encode PROMPTS."""
     chat = isinstance(tokenizer, HfTokenizer) and tokenizer.backend.chat_template
     texts = [user_prompt(t, tokenizer=tokenizer, system=None) for t in PROMPTS] if chat else list(PROMPTS)
     return [tokenizer.encode(text) for text in texts]

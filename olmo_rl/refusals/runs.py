@@ -7,7 +7,7 @@ from pathlib import Path
 
 from olmo_rl.backends import importable
 from olmo_rl.config import Config, Recipe, TaskKind
-from olmo_rl.hf_config import is_hf_directory
+from olmo_rl.hf.formats import is_hf_directory
 from olmo_rl.refusals.rule import Rule, value_of
 from olmo_rl.run_directory import checkpoint_fault, complete_checkpoints
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from olmo_rl.policy.hf_names import Piece
+from olmo_rl.hf.names import Piece
 from olmo_rl.rollouts.answers import EngineFault
 from olmo_rl.types import Refusal
 

@@ -23,7 +23,7 @@ from olmo_rl.data.problems import Problem
 from olmo_rl.planning.pictures import draw_packs
 from olmo_rl.policy.compiling import Graph
 from olmo_rl.policy.engine import Request
-from olmo_rl.run_directory import whole_lines
+from olmo_rl.run_directory import FORMAT_VERSION, LOG_EVENT, log_fault, whole_lines
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import StepResult
 from olmo_rl.training.step_report import events_of, metrics_of
@@ -47,6 +47,10 @@ class ContractLog(Callback):
         path = self._run_dir / f"training_contract_rank{trainer.global_rank}.jsonl"
         whole_lines(path)
         self._file = path.open("a", encoding="utf-8")
+        if path.stat().st_size == 0:
+            self.write(LOG_EVENT, trainer=trainer, version=FORMAT_VERSION)
+        elif (fault := log_fault(path)) is not None:
+            raise Refusal(f"{path}: {fault}, under another run_name")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

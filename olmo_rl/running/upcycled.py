@@ -1,4 +1,4 @@
-"""Upcycled weights before a recipe, cached by everything that shapes them."""
+"""Upcycles weights before a recipe and caches them by everything that determines them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from olmo_rl.training.strategy import ExpertParallelStrategy
 
 
 def upcycled(config: Config) -> Config:
-    """The configuration with `init_from` pointing at upcycled weights; unchanged where none are asked for, or
-    a run goes on from a checkpoint.
+    """Return the configuration with `init_from` set to upcycled weights; unchanged where `upcycle.dense` is
+    null or the run resumes.
 
-    A collective of all ranks: rank 0 makes the weights, or finds them, while the others wait.
+    A collective of all ranks: rank 0 creates the weights, or finds them in the cache, while the others wait.
     """
     if config.upcycle.dense is None or config.ckpt_path is not None:
         return config
@@ -38,8 +38,8 @@ def _made(config: Config) -> tuple[Path, Upcycling]:
 
 
 def _digest(config: Config) -> str:
-    """Of the dense model's files and of every value that shapes the weights."""
-    assert config.upcycle.dense is not None, "asked for only then"
+    """Hash the files of the dense model and every value that determines the weights."""
+    assert config.upcycle.dense is not None, "called only where it is set"
     digest = hashlib.sha256()
     for file in dense_files(config.upcycle.dense):
         with file.open("rb") as stream:

@@ -13,8 +13,8 @@ from olmo_rl.collections.supervised import SupervisedDataModule, TaskDemonstrati
 from olmo_rl.config import Config, ScheduleKind
 from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tokenizers import fitting_tokenizer
-from olmo_rl.policy.interop import save_weights
-from olmo_rl.policy.sharded import FullWeights
+from olmo_rl.policy.sharded import whole_weights
+from olmo_rl.policy.weights import save_weights
 from olmo_rl.running.callbacks import ProgressDisplay
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
@@ -75,7 +75,7 @@ def warm_start(config: Config) -> Config:
 
 def _save(module: PolicyModule, *, path: Path) -> None:
     """A collective: every rank gathers, rank 0 writes, nobody goes on before the file is there."""
-    weights = FullWeights(module.policy).gather()
+    weights = whole_weights(module.policy)
     if module.strategy.global_rank == 0:
         save_weights(weights, path)
     module.strategy.barrier()

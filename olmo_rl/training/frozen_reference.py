@@ -20,14 +20,13 @@ from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from olmo_rl.config import Config
 from olmo_rl.data.packs import Pack, RouteMode
 from olmo_rl.data.preflight import carries_reference
 from olmo_rl.policy import sharded
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import CHECKPOINT_PREFIX
+from olmo_rl.policy.weights import CHECKPOINT_PREFIX
 from olmo_rl.run_directory import SCRATCH, checkpoint_fault, finish_checkpoint, resolve_checkpoint
 from olmo_rl.training.scoring import score_pack
 from olmo_rl.training.strategy import ExpertParallelStrategy
@@ -135,15 +134,12 @@ def check_recorded(samples: Sequence[Sample], *, frozen: bool) -> None:
 
 
 def fingerprint_of(decoder: nn.Module) -> str:
-    """A hash of all weights of a decoder, by name: about one second a gigabyte. A collective of all ranks,
-    which gathers one parameter at a time; each enters as many of them.
+    """Return a hash of all weights of a decoder, by name: about one second a gigabyte. A collective of all
+    ranks, which gathers one parameter at a time.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(decoder.named_parameters()):
         digest.update(name.encode())
-        whole = parameter.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
-        values = whole.float().cpu().contiguous().numpy()
+        values = sharded.whole(parameter).cpu().contiguous().numpy()
         digest.update(values.data)
     return digest.hexdigest()

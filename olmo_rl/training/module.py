@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -18,12 +17,11 @@ from typing_extensions import override
 from olmo_rl.backends import attention_of, backends_of, linear_of
 from olmo_rl.config import Config
 from olmo_rl.data.packs import RouteMode, Step
-from olmo_rl.hf_config import is_hf_directory
 from olmo_rl.policy.compiling import Graph
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.interop import fill, load_weights
 from olmo_rl.policy.kernels import refuse_gpu
 from olmo_rl.policy.logprobs import check_logprobs
+from olmo_rl.policy.weights import load_weights
 from olmo_rl.training.frozen_reference import FrozenReference, build_reference, check_fingerprint
 from olmo_rl.training.lightning_internals import forget_logged
 from olmo_rl.training.optimizer import build_optimizer, rate_factor
@@ -77,28 +75,33 @@ class PolicyModule(LightningModule):
         check_logprobs(self.config.policy.logprobs)
         if self.device.type == "cuda":
             refuse_gpu(backends_of(self.config), capability=torch.cuda.get_device_capability(self.device))
-        self.decoder = self._build(self.config.init_from)
+        # A resumed run loads the weights of its checkpoint into the shards (ExpertParallelStrategy).
+        resumed = self.config.ckpt_path is not None
+        self.decoder = self._allocate() if resumed else self._build(self.config.init_from)
         if self.objective.anchored and self.trainer.state.fn is TrainerFn.FITTING:
             self.reference = build_reference(self.config, strategy=self.strategy, build=self._build)
 
-    def _build(self, weights: str | None) -> HybridDecoder:
-        """A decoder, sharded, with the weights at a path, None: the initial ones of this seed.
-
-        A Hugging Face directory fills the shards, and no rank ever holds the whole; tied embeddings are one
-        parameter that empty modules would make two, so that such a model is filled before it is sharded.
-        """
+    def _allocate(self) -> HybridDecoder:
+        """Return a sharded decoder whose weights are uninitialised."""
         config = self.config
-        key = "init_from" if weights == config.init_from else "loss.reference"
-        streamed = weights is not None and is_hf_directory(weights) and not config.model.tie_embeddings
-        with torch.device("meta") if streamed else nullcontext():
+        with torch.device("meta"):
             decoder = HybridDecoder(config.model, attention=attention_of(config), linear=linear_of(config))
-        if not streamed:
-            decoder.init_weights(config.seed)
-            if weights is not None:
-                load_weights(decoder, weights, key=key)
         self.strategy.parallelize(decoder)
-        if streamed:
-            fill(decoder, cast(str, weights), key=key)
+        return decoder
+
+    def _build(self, weights: str | None) -> HybridDecoder:
+        """Return a sharded decoder with the weights at a path, None: the initial ones of this seed.
+
+        No rank ever contains the whole model: its shards are allocated first, then filled one parameter at a
+        time.
+        """
+        config, decoder = self.config, self._allocate()
+        if weights is None:
+            decoder.init_weights(config.seed)
+        else:
+            load_weights(
+                decoder, weights, key="init_from" if weights == config.init_from else "loss.reference"
+            )
         return decoder
 
     @override

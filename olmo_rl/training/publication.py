@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from olmo_rl.config import Config, PublicationKind
+from olmo_rl.hf.export import buckets, export_read, is_single_file, written_dtype
 from olmo_rl.policy.engine import LocalEngine
-from olmo_rl.policy.hf_export import buckets, export_read, is_single_file, written_dtype
-from olmo_rl.policy.interop import save_weights
-from olmo_rl.policy.sharded import FullWeights, ParameterReader, Read
+from olmo_rl.policy.sharded import ParameterReader, Read, whole_weights
+from olmo_rl.policy.weights import save_weights
 from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import RouteAxis
@@ -36,16 +36,13 @@ def build_remote(config: Config, *, device: torch.device) -> RemoteEngine:
 
 
 class LocalPublication:
-    """Full weights for the engine of this process: every rank generates, and holds a copy for it."""
+    """Whole weights for the engine of this process: every rank generates, and needs a copy of the model."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self._weights: FullWeights | None = None
 
     def __call__(self, decoder: nn.Module, version: int) -> None:
-        if self._weights is None:
-            self._weights = FullWeights(decoder)
-        self._engine.publish(self._weights.gather(), version)
+        self._engine.publish(whole_weights(decoder), version)
 
 
 class Publication:

@@ -88,13 +88,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def parallelize(self, decoder: HybridDecoder) -> None:
-        """Shard a decoder in place; one process in float32 leaves it whole. Its weights are initialised, or
-        it lies on the meta device and gets room for its shards, which the caller fills.
+        """Shard a decoder on the meta device in place and allocate its shards, which the caller fills; one
+        process in float32 leaves it whole.
         """
         require_context(decoder)
-        empty = next(decoder.parameters()).is_meta
-        if not empty:
-            decoder.to(self.root_device)
         decoder.set_expert_dtype(self.expert_dtype)
         if self.topology.world_size == 1 and self.dtype is torch.float32:
             decoder.recompute = self.recompute
@@ -107,8 +104,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 recompute=self.recompute,
                 device_type=self.root_device.type,
             )
-        if empty:
-            decoder.to_empty(device=self.root_device)
+        decoder.allocate(self.root_device)
         if self.compiles:
             self.graphs = self.graphs or GraphLog()
             compile_regions(decoder, static_rows=self.static_rows, backend=self.compile_backend)

@@ -1,21 +1,22 @@
-"""config.json of Hugging Face directories and `model.*` of ours: one from the other, for three architectures.
+"""Architectures: config.json of Hugging Face directories <-> our `model.*`, by the table `FORMATS`.
 
 `olmo3moe` (modeling file in the ai2-olmo-core 3.0.0 wheel), `qwen3_moe` and `olmoe` (transformers 5.24, and
-the older spelling of RoPE fields). Every field of a config.json is read, held to the value that our decoder
-implements, or listed as one that no forward depends on. Anything else is refused by its name: an unknown
-field may change the model. No torch here, and no transformers.
+the older spelling of RoPE fields). Every field of a config.json is read, compared with the one value that our
+decoder implements, or listed as a field that no forward depends on. Any other field is refused by name: an
+unknown field may change the model. No torch here, and no transformers.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from olmo_rl.config import BlockNorms, Config, LayerType, ModelConfig, QkNorm, ScoreFunction
-from olmo_rl.hf_fields import Fields
+from olmo_rl.config import BlockNorms, LayerType, ModelConfig, QkNorm, ScoreFunction
+from olmo_rl.hf.fields import Fields
 from olmo_rl.types import Refusal
 
 CONFIG_FILE = "config.json"
@@ -29,17 +30,14 @@ class HfFormat(Enum):
     olmoe = "olmoe"
 
 
-FREE = ("tokenizer", "init_std", "max_seq_len")  # of ModelConfig: not what the weights are
-
-
 def is_hf_directory(path: str | Path) -> bool:
-    """Whether there is a config.json and no checkpoint of ours."""
+    """Return whether a directory has a config.json and no checkpoint of ours."""
     return (Path(path) / CONFIG_FILE).is_file() and not (Path(path) / ".metadata").is_file()
 
 
 def read_config(directory: str | Path, *, key: str = "init_from") -> tuple[HfFormat, ModelConfig]:
-    """The architecture and the model of a Hugging Face directory; `tokenizer` is that directory. `key`: what
-    refusals call it.
+    """Return the architecture and the model of a Hugging Face directory, with `tokenizer` set to that
+    directory. `key` is the configuration key that refusals name.
     """
     path = Path(directory) / CONFIG_FILE
     where = f"{key}={directory}: {CONFIG_FILE}"
@@ -48,7 +46,7 @@ def read_config(directory: str | Path, *, key: str = "init_from") -> tuple[HfFor
     except (OSError, ValueError) as error:
         raise Refusal(f"{where} cannot be read ({error}): give a whole Hugging Face directory") from None
     if not isinstance(values, dict):
-        raise Refusal(f"{where} is no JSON object")
+        raise Refusal(f"{where} is not a JSON object")
     known = [kind.value for kind in HfFormat]
     if values.get("model_type") not in known:
         raise Refusal(
@@ -56,8 +54,8 @@ def read_config(directory: str | Path, *, key: str = "init_from") -> tuple[HfFor
         )
     kind = HfFormat(values["model_type"])
     fields = Fields(values=values)
-    model = READERS[kind](fields)
-    fields.rest()
+    model = FORMATS[kind].read(fields)
+    fields.refuse_unread()
     if fields.reasons:
         raise Refusal([f"{where}: {reason}" for reason in fields.reasons])
     model.tokenizer = str(directory)
@@ -65,10 +63,10 @@ def read_config(directory: str | Path, *, key: str = "init_from") -> tuple[HfFor
 
 
 def _common(fields: Fields) -> dict[str, Any]:
-    """What the three architectures spell alike."""
-    fields.hold("hidden_act", "silu")
-    fields.hold("attention_bias", False, None)
-    fields.hold("attention_dropout", 0, None)
+    """Read the fields that the three architectures spell alike."""
+    fields.require("hidden_act", "silu")
+    fields.require("attention_bias", False, None)
+    fields.require("attention_dropout", 0, None)
     heads = fields.need("num_attention_heads")
     return {
         "vocab_size": fields.need("vocab_size"),
@@ -83,19 +81,19 @@ def _common(fields: Fields) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(fields: Fields) -> ModelConfig:
-    fields.hold("use_sliding_window", False, None)
+    fields.require("use_sliding_window", False, None)
     fields.read.update(("sliding_window", "max_window_layers"))  # of no effect without use_sliding_window
     common, layers = _common(fields), fields.need("num_hidden_layers")
-    fields.hold("layer_types", None, ["full_attention"] * layers)
+    fields.require("layer_types", None, ["full_attention"] * layers)
     # Of no effect in transformers; some releases spell them out.
-    fields.hold("qkv_bias", False, None)
-    fields.hold("use_qk_norm", True, None)
-    fields.hold("shared_expert_intermediate_size", 0, None)
+    fields.require("qkv_bias", False, None)
+    fields.require("use_qk_norm", True, None)
+    fields.require("shared_expert_intermediate_size", 0, None)
     dense, step = fields.get("mlp_only_layers", []), fields.get("decoder_sparse_step", 1)
     # transformers writes the number under its other name.
     name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
     experts = fields.need(name, least=0)
-    fields.hold("num_experts", experts)
+    fields.require("num_experts", experts)
     sparse = [i for i in range(layers) if i not in dense and experts > 0 and (i + 1) % step == 0]
     return ModelConfig(
         **common,
@@ -113,7 +111,7 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
 
 
 def _read_olmoe(fields: Fields) -> ModelConfig:
-    fields.hold("clip_qkv", None)
+    fields.require("clip_qkv", None)
     common, layers = _common(fields), fields.need("num_hidden_layers")
     return ModelConfig(
         **common,
@@ -132,8 +130,8 @@ def _read_olmo3moe(fields: Fields) -> ModelConfig:
     common, layers = _common(fields), fields.need("num_hidden_layers")
     top_k, eps = common["top_k"], float(fields.get("rms_norm_eps", 1e-5))
     for key, allowed in _OLMO3MOE_HELD.items():
-        fields.hold(key, *allowed)
-    fields.hold("emo_eval_document_expert_pool", None, fields.values.get("n_routed_experts"))
+        fields.require(key, *allowed)
+    fields.require("emo_eval_document_expert_pool", None, fields.values.get("n_routed_experts"))
     fields.read.update(_OLMO3MOE_WITHOUT_EFFECT)
     attention = fields.get("attention_hidden_size", 4096, null=common["dim"])
     types = fields.get("layer_types", [("sliding", "full")[i % 2] + "_attention" for i in range(layers)])
@@ -168,7 +166,7 @@ def _read_olmo3moe(fields: Fields) -> ModelConfig:
     return model
 
 
-# Fields that only their plain value is supported of.
+# Fields of which only the plain value is supported.
 _OLMO3MOE_HELD: Mapping[str, tuple[Any, ...]] = {
     "normalize_expert_weights": (1.0, None),
     "qk_norm_per_head_gains": (False, None),
@@ -180,7 +178,7 @@ _OLMO3MOE_HELD: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-# Of pretraining, of a gate that is not there, and of converters.
+# Fields of pretraining, of an absent gate, and of converters.
 _OLMO3MOE_WITHOUT_EFFECT = (
     "emo_min_document_expert_pool",
     "emo_max_document_expert_pool",
@@ -192,7 +190,7 @@ _OLMO3MOE_WITHOUT_EFFECT = (
 
 
 def _read_linear(fields: Fields, model: ModelConfig) -> None:
-    """The fields of KDA layers; they say nothing where the model has none."""
+    """Read the fields of KDA layers; they have no effect in a model without such layers."""
     if LayerType.linear_attention not in model.layer_types:
         fields.read.update(key for key in fields.values if key.startswith("linear_"))
         return
@@ -200,87 +198,107 @@ def _read_linear(fields: Fields, model: ModelConfig) -> None:
     model.kda_head_dim = fields.need("linear_key_head_dim")
     model.conv_size = fields.get("linear_conv_kernel_dim", 4)
     model.kda_negative_eigenvalues = fields.get("linear_allow_neg_eigval", False)
-    fields.hold("linear_num_value_heads", None, model.kda_heads)
+    fields.require("linear_num_value_heads", None, model.kda_heads)
     fields.need("linear_value_head_dim")
-    fields.hold("linear_value_head_dim", model.kda_head_dim)
+    fields.require("linear_value_head_dim", model.kda_head_dim)
     if float(fields.get("linear_norm_eps", 1e-5)) != model.norm_eps:
         fields.reasons.append(f"linear_norm_eps differs from rms_norm_eps={model.norm_eps}: ours is one")
 
 
-READERS: Mapping[HfFormat, Callable[[Fields], ModelConfig]] = {
-    HfFormat.qwen3_moe: _read_qwen3_moe,
-    HfFormat.olmoe: _read_olmoe,
-    HfFormat.olmo3moe: _read_olmo3moe,
-}
+def config_json(model: ModelConfig, *, kind: HfFormat, eos_id: int | None) -> dict[str, Any]:
+    """Return the content of config.json. `format_of` decides whether it describes all of `model`."""
+    values: dict[str, Any] = {
+        "architectures": [FORMATS[kind].class_name],
+        "model_type": kind.value,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "num_hidden_layers": len(model.layer_types),
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "num_experts_per_tok": model.top_k,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": model.init_std,
+        "max_position_embeddings": model.max_seq_len,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": None,
+    }
+    if model.rope_theta is not None:
+        values["rope_theta"] = model.rope_theta
+    return values | FORMATS[kind].write(model)
 
 
-def meaning(model: ModelConfig) -> dict[str, Any]:
-    """The keys of `model` that its weights and its forward depend on, as plain values."""
-    values = {name: getattr(model, name) for name in ModelConfig.__dataclass_fields__ if name not in FREE}
+def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "head_dim": model.head_dim,
+        "intermediate_size": model.dense_hidden,
+        "moe_intermediate_size": model.expert_hidden,
+        "num_experts": model.num_experts,
+        "mlp_only_layers": sorted(model.dense_layers),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": model.route_norm,
+        "use_sliding_window": False,
+    }
+
+
+def _write_olmoe(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "intermediate_size": model.expert_hidden,
+        "num_experts": model.num_experts,
+        "norm_topk_prob": model.route_norm,
+        "clip_qkv": None,
+    }
+
+
+def _write_olmo3moe(model: ModelConfig) -> dict[str, Any]:
     routed = set(model.routed_layers)
-    values["dense_layers"] = [i for i in range(len(model.layer_types)) if i not in routed]
-    drop: set[str] = set()
-    if not values["dense_layers"]:
-        drop.add("dense_hidden")
-    if not routed:
-        drop |= {"expert_hidden", "shared_hidden", "latent_dim", "latent_norm", "top_k"}
-        drop |= {"score_function", "route_norm", "route_scale"}
-    if model.latent_dim is None:
-        drop.add("latent_norm")
-    if LayerType.sliding_attention not in model.layer_types:
-        drop.add("sliding_window")
-    if LayerType.linear_attention not in model.layer_types:
-        drop |= {"kda_heads", "kda_head_dim", "conv_size", "kda_negative_eigenvalues"}
-    if set(model.layer_types) == {LayerType.linear_attention}:
-        drop |= {"num_heads", "num_kv_heads", "head_dim", "qk_norm", "rope_theta"}
-    return {name: _plain(value) for name, value in values.items() if name not in drop}
+    values: dict[str, Any] = {
+        "attention_hidden_size": model.num_heads * model.head_dim,
+        "head_dim": model.head_dim,
+        "dense_mlp_intermediate_size": model.dense_hidden,
+        "moe_intermediate_size": model.expert_hidden,
+        "shared_expert_intermediate_size": model.shared_hidden or None,
+        "n_routed_experts": model.num_experts,
+        "gating_function": model.score_function.value,
+        "normalize_expert_weights": 1.0 if model.route_norm else None,
+        "restore_weight_scale": model.route_scale == model.top_k,
+        "sliding_window": model.sliding_window,
+        "use_head_qk_norm": model.qk_norm is QkNorm.head,
+        "use_rope": model.rope_theta is not None,
+        "latent_moe_dim": model.latent_dim,
+        "latent_moe_up_proj_input_norm": model.latent_norm,
+        "layer_types": [kind.value for kind in model.layer_types],
+        "dense_layers_indices": [i for i in range(len(model.layer_types)) if i not in routed],
+        "use_peri_ln": model.block_norms is BlockNorms.both,
+    }
+    if LayerType.linear_attention in model.layer_types:
+        for key in ("linear_num_key_heads", "linear_num_value_heads"):
+            values[key] = model.kda_heads
+        for key in ("linear_key_head_dim", "linear_value_head_dim"):
+            values[key] = model.kda_head_dim
+        values["linear_conv_kernel_dim"] = model.conv_size
+        values["linear_allow_neg_eigval"] = model.kda_negative_eigenvalues
+        values["linear_norm_eps"] = model.norm_eps
+    return values
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.value if isinstance(value, Enum) else value
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """One architecture: its class in transformers, and both directions between its fields and `model.*`."""
+
+    class_name: str
+    read: Callable[[Fields], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
 
 
-def disagreements(model: ModelConfig, *, directory: str | Path, key: str = "init_from") -> list[str]:
-    """Why `model` is not that of a Hugging Face directory: one line a key, with the override to type."""
-    try:
-        _, stored = read_config(directory, key=key)
-    except Refusal as refusal:
-        return list(refusal.reasons)
-    ours, theirs = meaning(model), meaning(stored)
-    lines = [
-        f"model.{name}={typed(ours.get(name, getattr(model, name)))}: {key}={directory} has another: set "
-        f"model.{name}={typed(theirs.get(name, getattr(stored, name)))}"
-        for name in ModelConfig.__dataclass_fields__
-        if name not in FREE and ours.get(name) != theirs.get(name)
-    ]
-    if model.max_seq_len > stored.max_seq_len:
-        lines.append(
-            f"model.max_seq_len={model.max_seq_len}: {key}={directory} has max_position_embeddings="
-            f"{stored.max_seq_len}: lower it"
-        )
-    if model.tokenizer == "bytes" and (Path(directory) / "tokenizer_config.json").is_file():
-        lines.append(f"model.tokenizer=bytes: {key}={directory} has its own: set model.tokenizer={directory}")
-    return lines
-
-
-def directory_reasons(config: Config) -> list[str]:
-    """Why the Hugging Face directories that a configuration starts from are not of its model."""
-    given = {"init_from": config.init_from, "loss.reference": config.loss.reference}
-    return [
-        line
-        for key, path in given.items()
-        if path is not None and is_hf_directory(path)
-        for line in disagreements(config.model, directory=path, key=key)
-    ]
-
-
-def typed(value: Any) -> str:
-    """A value as one types it on the command line."""
-    value = _plain(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(typed, value))}]"
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return str(value)
+FORMATS: Mapping[HfFormat, Format] = {
+    HfFormat.qwen3_moe: Format(
+        class_name="Qwen3MoeForCausalLM", read=_read_qwen3_moe, write=_write_qwen3_moe
+    ),
+    HfFormat.olmoe: Format(class_name="OlmoeForCausalLM", read=_read_olmoe, write=_write_olmoe),
+    HfFormat.olmo3moe: Format(class_name="Olmo3MoeForCausalLM", read=_read_olmo3moe, write=_write_olmo3moe),
+}

@@ -1,7 +1,8 @@
-"""The fields of one config.json: read by kind, held to what our decoder computes, refused where unknown.
+"""Reads the fields of one config.json by type, compares them with what our decoder computes, and refuses
+unknown ones.
 
-Nothing raises here: what is refused is collected, and a sound value stands in for it, so that a reader goes
-on and everything is told at once. No torch.
+Nothing raises here: reasons are collected and a valid value replaces each refused one, so that reading
+continues and all reasons are reported at once. No torch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Fields that the forward does not depend on: bookkeeping, tokens of generation, losses and dropout-free
-# training settings that a run of ours states for itself.
+# Fields that no forward depends on: bookkeeping, token ids of generation, and settings of training that our
+# runs configure themselves.
 _WITHOUT_EFFECT = frozenset(
     {
         "_name_or_path",
@@ -44,15 +45,15 @@ _AS_ABSENT = object()
 
 @dataclass(kw_only=True, slots=True)
 class Fields:
-    """A config.json being read: what was asked for, and what is refused."""
+    """A config.json being read: `read` names the fields read so far, `reasons` the refused ones."""
 
     values: Mapping[str, Any]
     reasons: list[str] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
 
     def get(self, key: str, absent: Any, *, null: Any = _AS_ABSENT) -> Any:
-        """The field, which has the kind of `absent` (None: a count), or what the architecture takes where it
-        is absent, or null.
+        """Return a field of the type of `absent` (None: a count); `absent` where it is missing, and `null`
+        (default: `absent`) where it is null.
         """
         self.read.add(key)
         value = self.values.get(key, absent)
@@ -61,7 +62,7 @@ class Fields:
         return value if self._is_like(1 if absent is None else absent, key=key, value=value) else absent
 
     def need(self, key: str, *, least: int = 1) -> Any:
-        """A count that the architecture cannot do without here; 1 stands in for one that is missing."""
+        """Return a required count of at least `least`; 1 replaces a missing or invalid one."""
         self.read.add(key)
         value = self.values.get(key)
         if value is None:
@@ -69,26 +70,26 @@ class Fields:
             return 1
         return value if self._is_like(1, key=key, value=value, least=least) else 1
 
-    def hold(self, key: str, *allowed: Any) -> None:
-        """Refuse a field that has another value than ours; absent fields have it."""
+    def require(self, key: str, *allowed: Any) -> None:
+        """Refuse a field with a value outside of `allowed`; a missing field passes."""
         self.read.add(key)
         if key in self.values and self.values[key] not in allowed:
             shown = " or ".join(json.dumps(value) for value in allowed)
             self.reasons.append(f"{key}={json.dumps(self.values[key])} is not supported, {shown} is")
 
     def choose(self, key: str, *allowed: str) -> str:
-        """A field with one of some values, the first where it is absent."""
-        self.hold(key, *allowed)
+        """Return a field with one of the `allowed` values; the first where it is missing or invalid."""
+        self.require(key, *allowed)
         value = self.values.get(key)
         return value if value in allowed else allowed[0]
 
-    def rest(self) -> None:
-        """Refuse what was never read."""
+    def refuse_unread(self) -> None:
+        """Refuse every field that was never read."""
         for key in sorted(self.values.keys() - self.read - _WITHOUT_EFFECT):
             self.reasons.append(f"{key}={json.dumps(self.values[key])} is not known, it may change the model")
 
     def theta(self, default: float) -> float:
-        """The base of RoPE, where it is the plain form, in the old spelling, the new one, or both alike."""
+        """Return the base of plain RoPE from the old spelling, the new one, or both where they agree."""
         given = {"rope_theta": {"rope_theta": self.values.get("rope_theta")}}
         given |= {key: self.values.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
         self.read.update(given)
@@ -106,8 +107,8 @@ class Fields:
         return bases[-1] if bases else default
 
     def _is_like(self, like: Any, *, key: str, value: Any, least: int = 1) -> bool:
-        """Whether `value` has the kind of `like`; refused where it has not. An int is a count of at least
-        `least`, a list one of names where `like` has some, else of indices.
+        """Return whether `value` has the type of `like`, and refuse it otherwise. An int is a count of at
+        least `least`; a list contains names where `like` does, otherwise indices.
         """
         match like:
             case bool():

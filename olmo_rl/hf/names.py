@@ -1,8 +1,9 @@
-"""Names of Hugging Face tensors and the parts of our parameters that they are.
+"""Maps tensors of Hugging Face directories to parts of our parameters, and compares expected weights with
+found ones.
 
-One table of name pairs for each architecture. A Hugging Face tensor holds the rows [start, stop) of dimension
-0 of one of our parameters, in another shape with the same elements: one expert of a stack, one of three
-convolutions, or all of it. Every parameter must be covered whole; `pieces` asserts that.
+One table of name pairs for each architecture. A Hugging Face tensor contains the rows [start, stop) of
+dimension 0 of one of our parameters, in another shape with the same elements: one expert of a stack, one of
+three convolutions, or all of it. Every parameter must be covered whole; `pieces` asserts that. No torch.
 
 Shapes: E experts, F hidden width of an expert, D width of routed tokens, W taps of a convolution.
 """
@@ -13,9 +14,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from olmo_rl.hf_config import HfFormat
+from olmo_rl.hf.formats import HfFormat
+from olmo_rl.types import Refusal
 
 Shape = tuple[int, ...]
+_SHOWN = 8  # weights named in a refusal; further ones are counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +89,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 def pieces(shapes: Mapping[str, Sequence[int]], *, kind: HfFormat) -> list[Piece]:
-    """All Hugging Face tensors of a model whose parameters have these shapes, parameters in order."""
+    """Return all Hugging Face tensors of a model whose parameters have these shapes, in their order."""
     table = dict(_MIXER + _FEED_FORWARD + (_OLMO3MOE if kind is HfFormat.olmo3moe else _PLAIN))
     whole = dict(_EVERYWHERE)
     found = [
@@ -137,3 +140,36 @@ def _of_parameter(
             stop=expert + 1,
             stacked=True,
         )
+
+
+def by_parameter(found: Sequence[Piece]) -> dict[str, list[Piece]]:
+    """Group pieces by parameter; the pieces of one keep their order."""
+    grouped: dict[str, list[Piece]] = {}
+    for piece in found:
+        grouped.setdefault(piece.parameter, []).append(piece)
+    return grouped
+
+
+def refuse_mismatches(
+    expected: Mapping[str, Sequence[int]],
+    found: Mapping[str, Sequence[int]],
+    *,
+    where: str,
+    further: Sequence[str] = (),
+) -> None:
+    """Raise a Refusal that names missing, unexpected and wrongly shaped weights, each line after `where`.
+
+    `expected` and `found` are shapes by name, `further` other reasons about the same weights.
+    """
+    reasons = [f"{name} is missing" for name in expected if name not in found]
+    reasons += [f"{name} is not a weight of this model" for name in found if name not in expected]
+    reasons += [
+        f"{name} has shape {tuple(found[name])}, the model {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    reasons += further
+    if rest := reasons[_SHOWN:]:
+        reasons = [*reasons[:_SHOWN], f"and {len(rest)} more"]
+    if reasons:
+        raise Refusal([f"{where}: {reason}" for reason in reasons])

@@ -1,10 +1,10 @@
-"""Hugging Face directories on disk: tensors by name from safetensors files, and writing them whole or not.
+"""Reads and writes the safetensors files of Hugging Face directories.
 
-Reads slices, so that a rank touches the bytes of its own shard. Writes one file at a time into a directory of
-another name, which gets its own when everything is in it.
+Reads slices, so that a rank touches only the bytes of its own shard. Writes one file at a time into a
+temporary directory, which is renamed when it is complete.
 
-Refused: a directory without weights, shards that are missing, cut or hold other tensors than the index says,
-missing, unexpected or wrongly shaped tensors, integer and 8-bit weights, a directory that exists already.
+Refused: a directory without weights; files that are missing, cut, or contain other tensors than the index
+lists; missing, unexpected or wrongly shaped tensors; integer and 8-bit weights; a directory that exists.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from olmo_rl.policy.hf_names import Piece
+from olmo_rl.hf.names import Piece, refuse_mismatches
 from olmo_rl.types import Refusal
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_SHOWN = 8  # tensors named in a refusal; more are counted
 
 
 @dataclass(kw_only=True, slots=True)
 class HfFiles:
-    """Open safetensors files of a directory: a context manager. `tensors`: file of every tensor."""
+    """A context manager: the open safetensors files of a directory. `tensors` maps names to open files."""
 
     directory: Path
     key: str
@@ -82,43 +81,46 @@ class HfFiles:
         self.tensors |= dict.fromkeys(held, file)
 
     def check(self, pieces: Sequence[Piece], *, optional: Iterable[str] = ()) -> None:
-        """Refuse everything that is missing, unexpected, wrongly shaped or not in floating point."""
-        expected = {piece.name: piece for piece in pieces}
-        missing = [f"{name} is missing" for name in expected if name not in self.tensors]
-        extra = sorted(self.tensors.keys() - expected.keys() - set(optional))
-        strange = [f"{name} is not a tensor of this model" for name in extra]
-        for name in expected.keys() & self.tensors.keys():
-            part = self.tensors[name].get_slice(name)
-            shape, dtype = tuple(part.get_shape()), part.get_dtype()
-            if shape != expected[name].shape:
-                strange.append(f"{name} has shape {shape}, the model {expected[name].shape}")
-            elif dtype not in _FLOATS:
-                strange.append(f"{name} has dtype {dtype}, weights have one of {', '.join(_FLOATS)}")
-        reasons = missing + strange
-        if reasons:
-            rest = len(reasons) - _SHOWN
-            shown = reasons[:_SHOWN] + ([f"and {rest} more"] if rest > 0 else [])
-            raise Refusal([f"{self.key}={self.directory}: {reason}" for reason in shown])
+        """Refuse missing, unexpected and wrongly shaped tensors, and those that are not floating point."""
+        slices = {name: file.get_slice(name) for name, file in self.tensors.items()}
+        expected = {piece.name: piece.shape for piece in pieces}
+        refuse_mismatches(
+            expected,
+            {name: x.get_shape() for name, x in slices.items() if name in expected or name not in optional},
+            where=f"{self.key}={self.directory}",
+            further=[
+                f"{name} has dtype {part.get_dtype()}, weights have one of {', '.join(_FLOATS)}"
+                for name, part in slices.items()
+                if name in expected and part.get_dtype() not in _FLOATS
+            ],
+        )
 
     def part(self, piece: Piece, *, index: Sequence[Tensor]) -> Tensor:
-        """The elements of `parameter[index[0]][:, index[1]]...` that lie in `piece`, as the file has them.
-
-        `index`: ascending int64 places along every dimension of our parameter.
+        """Return the elements of `parameter[index[0]][:, index[1]]...` that lie in `piece`, in the dtype of
+        the file. `index`: ascending int64 positions along every dimension of our parameter.
         """
         rows = index[0][(index[0] >= piece.start) & (index[0] < piece.stop)] - piece.start
         ours = list(index[1:]) if piece.stacked else [rows, *index[1:]]
+        shape = tuple(len(positions) for positions in (rows, *index[1:]))
+        if 0 in shape:
+            return torch.empty(shape)
         theirs = list(ours)
         for _ in range(len(piece.shape) - len(ours)):
-            theirs.insert(1, torch.zeros(1, dtype=torch.int64))  # the axis of 1 of a convolution
-        handle = self.tensors[piece.name].get_slice(piece.name)
-        if any(len(places) == 0 for places in theirs) or len(rows) == 0:
-            return torch.empty(tuple(len(places) for places in (rows, *index[1:])))
-        spans = [slice(int(places[0]), int(places[-1]) + 1) for places in theirs]
-        found: Tensor = handle[tuple(spans)]
-        for dim, places in enumerate(theirs):
-            if len(places) != found.shape[dim]:
-                found = found.index_select(dim, places - places[0])
-        return found.reshape(tuple(len(places) for places in (rows, *index[1:])))
+            theirs.insert(1, torch.zeros(1, dtype=torch.int64))  # the axis of length 1 of a convolution
+        return read_slice(self.tensors[piece.name].get_slice(piece.name), index=theirs).reshape(shape)
+
+
+def read_slice(handle: Any, *, index: Sequence[Tensor]) -> Tensor:
+    """Return the elements of a tensor of a safetensors file at ascending int64 positions along every
+    dimension; only the rows in between are read.
+    """
+    if any(len(positions) == 0 for positions in index):
+        return torch.empty(tuple(len(positions) for positions in index))
+    found: Tensor = handle[tuple(slice(int(x[0]), int(x[-1]) + 1) for x in index)]
+    for dim, positions in enumerate(index):
+        if len(positions) != found.shape[dim]:
+            found = found.index_select(dim, positions - positions[0])
+    return found
 
 
 def _weight_map(index: Path, *, key: str) -> dict[str, str]:
@@ -133,7 +135,7 @@ def _weight_map(index: Path, *, key: str) -> dict[str, str]:
 
 
 def shard_plan(pieces: Sequence[Piece], *, itemsize: int, limit: int) -> list[list[Piece]]:
-    """Consecutive tensors that share a file of at most `limit` bytes; a larger tensor has one of its own."""
+    """Group consecutive tensors into files of at most `limit` bytes; a larger tensor gets its own file."""
     shards: list[list[Piece]] = []
     size = 0
     for piece in pieces:
@@ -151,13 +153,13 @@ def shard_plan(pieces: Sequence[Piece], *, itemsize: int, limit: int) -> list[li
 def write_directory(
     directory: Path,
     *,
-    config: Mapping[str, Any],
+    documents: Mapping[str, Mapping[str, Any]],
     shards: Iterator[dict[str, Tensor]],
     count: int,
     save: Callable[[Path], object] | None,
 ) -> None:
-    """config.json, `count` safetensors files with their index, and what `save` (of a tokenizer) writes:
-    complete or absent.
+    """Write JSON `documents` by file name, `count` safetensors files with their index, and the files that
+    `save` writes: complete or absent.
     """
     if directory.exists():
         raise Refusal(f"{directory} exists already: choose another directory, or remove it")
@@ -165,13 +167,15 @@ def write_directory(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for name, content in documents.items():
+            (scratch / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        mode = min((scratch / name).stat().st_mode for name in documents)
         placed: dict[str, str] = {}
         total = 0
         for number, shard in enumerate(shards, start=1):
             name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
             save_file(shard, scratch / name, metadata={"format": "pt"})
-            shutil.copymode(scratch / "config.json", scratch / name)  # safetensors lets the owner read alone
+            os.chmod(scratch / name, mode)  # safetensors makes it readable for the owner alone
             placed |= dict.fromkeys(shard, name)
             total += sum(tensor.nbytes for tensor in shard.values())
         if count > 1:
