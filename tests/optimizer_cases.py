@@ -18,7 +18,6 @@ from olmo_rl.policy.sharded import places
 from olmo_rl.training.optimizer import build_optimizer, rate_factor
 from olmo_rl.types import Topology
 
-TIMEOUT_SECONDS = 600
 TOPOLOGIES = ((1, 1), (2, 2), (4, 2), (4, 1))
 STEPS = tuple(f"optimizer_cases:run_rank*{world}" for world in (1, 2, 4))
 UPDATES = 2
@@ -78,7 +77,7 @@ def updated(config: OptimConfig, *, world: int, ep: int) -> dict[str, Tensor]:
 
 def run_rank(number: int, world: int, directory: str) -> None:
     """Leave `optimizer-world{n}-ep{n}.pt` of rank 0."""
-    with joined(number, world=world, directory=directory, seconds=TIMEOUT_SECONDS):
+    with joined(number, world=world, directory=directory):
         titan.prepare("cpu")
         for ranks, ep in TOPOLOGIES:
             if ranks == world:

@@ -266,7 +266,6 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], di
     }
 
 
-@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", optimizer_cases.OPTIMIZERS)
 def test_two_updates_of_sharded_weights_equal_those_of_one_process(
     worlds: dict[tuple[int, int], dict[str, dict[str, Tensor]]], name: str
