@@ -145,6 +145,12 @@ class LogprobKind(Choice):
 
 
 class Dtype(Choice):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64", "on a CPU, to tell a fault from rounding: weights and optimizer too"
+
+
+class WrittenDtype(Choice):
     float32 = "float32"
     bfloat16 = "bfloat16"
 
@@ -511,7 +517,7 @@ class ExportConfig:
         "directory to write, which must not exist; null = hf/ in the run directory",
         needs=Needs(lambda c: c.recipe is Recipe.export, "without recipe=export"),
     )
-    dtype: Dtype = key(Dtype.float32, "of the written weights", needs=_EXPORTS)
+    dtype: WrittenDtype = key(WrittenDtype.float32, "of the written weights", needs=_EXPORTS)
     shard_gib: float = key(
         4.0,
         "largest size of one safetensors file, in GiB",
@@ -684,7 +690,7 @@ class PolicyConfig:
             "choose policy.logprobs=chunked",
         ),
     )
-    dtype: Dtype = key(Dtype.float32, "compute dtype; weights and reductions stay float32")
+    dtype: Dtype = key(Dtype.float32, "compute dtype; weights and reductions are float32, or float64")
     expert_dtype: Dtype | None = key(
         None, "of routed experts; null = bfloat16 under compile, else policy.dtype", needs=_ROUTERS
     )

@@ -35,6 +35,7 @@ from olmo_rl.config import (
     BatchConfig,
     CallbacksConfig,
     Config,
+    Dtype,
     OptimConfig,
     PackingConfig,
     PackingKind,
@@ -43,7 +44,6 @@ from olmo_rl.config import (
     StrategyConfig,
     TrainerConfig,
 )
-from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.running.callbacks import ContractLog
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.trainer import build_trainer
@@ -151,19 +151,12 @@ def corrupt(directory: Path) -> dict[str, Any]:
     }
 
 
-class Exact(ExpertParallelStrategy):
-    """Every weight and every sum in float64."""
-
-    def parallelize(self, decoder: HybridDecoder) -> None:
-        self.dtype = self.expert_dtype = torch.float64
-        super().parallelize(decoder.double())
-
-
 def train_exactly(config: Config) -> None:
+    config = replace(config, policy=replace(config.policy, dtype=Dtype.float64))
     module = PolicyModule(config, objective=POLICY)
     trainer = build_trainer(
         config,
-        strategy=Exact(config),
+        strategy=ExpertParallelStrategy(config),
         max_steps=config.trainer.max_steps,
         callbacks=[ContractLog(config.run_dir)],
         loggers=[],

@@ -33,6 +33,7 @@ from olmo_rl.config import (
     BatchConfig,
     BlockNorms,
     Config,
+    Dtype,
     LossConfig,
     OnNonfinite,
     OptimConfig,
@@ -390,17 +391,11 @@ def publish(rank: Rank, *, name: str, block_norms: BlockNorms) -> None:
     }
 
 
-class InDouble(ExpertParallelStrategy):
-    """Weights, forwards and reductions in float64."""
-
-    def parallelize(self, decoder: HybridDecoder) -> None:
-        self.dtype = self.expert_dtype = torch.float64
-        super().parallelize(decoder.double())
-
-
 def train_in_double(config: Config) -> None:
+    config = replace(config, policy=replace(config.policy, dtype=Dtype.float64))
+    strategy = ExpertParallelStrategy(config)
     trainer = build_trainer(
-        config, strategy=InDouble(config), max_steps=1, callbacks=[ContractLog(config.run_dir)], loggers=[]
+        config, strategy=strategy, max_steps=1, callbacks=[ContractLog(config.run_dir)], loggers=[]
     )
     data = RolloutDataModule(config, source=FileSource(config))
     trainer.fit(PolicyModule(config, objective=POLICY), datamodule=data)

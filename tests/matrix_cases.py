@@ -34,6 +34,7 @@ from olmo_rl.config import (
     BatchConfig,
     CallbacksConfig,
     Config,
+    Dtype,
     LossConfig,
     OptimConfig,
     PackingConfig,
@@ -49,7 +50,6 @@ from olmo_rl.config import (
 from olmo_rl.data.files import write_collection
 from olmo_rl.data.packs import Step
 from olmo_rl.planning.loads import tail_routes
-from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import POLICY
@@ -232,16 +232,6 @@ def files_of(directory: Path, files: Files, *, world: int) -> Path:
 # One run
 
 
-class DoublePrecision(ExpertParallelStrategy):
-    """The strategy in float64, weights and all: what is left then is arithmetic, not rounding."""
-
-    @override
-    def parallelize(self, decoder: HybridDecoder) -> None:
-        if self.topology.world_size > 1:
-            self.dtype = torch.float64
-        super().parallelize(decoder.double())
-
-
 def full(tensor: Tensor) -> Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone()
@@ -302,7 +292,7 @@ def config_of(cell: Cell, *, directory: Path) -> Config:
         rollouts=RolloutsConfig(source=Source.files, path=str(files)),
         batch=BatchConfig(samples_per_step=None),
         packing=consecutive if cell.packed else PackingConfig(),
-        policy=PolicyConfig(recompute=cell.recompute),
+        policy=PolicyConfig(recompute=cell.recompute, dtype=Dtype.float64 if cell.double else Dtype.float32),
         loss=LossConfig(
             normalize_advantages=False, tis_low=0.5, tis_high=2.0, **(ROUTER if cell.router else {})
         ),
@@ -321,7 +311,7 @@ def config_of(cell: Cell, *, directory: Path) -> Config:
 def run_cell(cell: Cell, *, directory: Path) -> dict[str, Any]:
     """Train as a recipe does; what rank 0 gathered, and of the others a digest of the same."""
     config = config_of(cell, directory=directory)
-    strategy = (DoublePrecision if cell.double else ExpertParallelStrategy)(config)
+    strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=POLICY)
     recorder = Recorder()
     trainer = build_trainer(config, strategy=strategy, max_steps=UPDATES, callbacks=[recorder], loggers=[])

@@ -81,6 +81,7 @@ EXAMPLES = {
     "no routes are recorded for": "recipe=sft policy.replay=true",
     "grouped products of experts compile": "policy.compile=true policy.expert_dtype=float32",
     "experts more exact than the": "policy.dtype=bfloat16 policy.expert_dtype=float32",
+    "float64 is for exact runs": "policy.dtype=float64 policy.expert_dtype=float32",
     "this kernel runs on CUDA": "policy.logprobs=liger",
     "this kernel gives no entropies": "policy.logprobs=liger loss.entropy_coef=0.01",
     "supervised updates have no KL": "recipe=sft loss.kl_coef=0.01 warm_start.steps=0",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from olmo_rl.config import Dtype, ExportConfig, ModelConfig
+from olmo_rl.config import ExportConfig, ModelConfig, WrittenDtype
 from olmo_rl.data.tokenizers import HfTokenizer, fitting_tokenizer
 from olmo_rl.hf.agreement import format_of
 from olmo_rl.hf.files import shard_plan, write_directory
@@ -42,7 +42,7 @@ BUCKET_BYTES = 512 * 2**20  # of the tensors that an engine receives at once, an
 
 def written_dtype(options: ExportConfig) -> torch.dtype:
     """Return the dtype of the weights that leave the trainer."""
-    return torch.bfloat16 if options.dtype is Dtype.bfloat16 else torch.float32
+    return torch.bfloat16 if options.dtype is WrittenDtype.bfloat16 else torch.float32
 
 
 def export_hf(

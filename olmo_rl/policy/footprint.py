@@ -1,9 +1,10 @@
-"""What one rank holds: bytes of weights, gradients, Adam state, gathered weights and activations, by formula.
+"""The memory of one rank by formula: weights, gradients, Adam state, gathered weights and activations.
 
 Nothing is measured and nothing is allocated: parameters come from the model on the meta device. Weights,
-gradients and Adam moments are float32 and sharded over all ranks. Activations are an upper bound for one pack
-of the whole budget whose tokens spread evenly over the experts; a skewed batch sends a rank more. Kernels'
-workspaces, the allocator's slack and communication buffers are not counted.
+gradients and Adam moments are float32 (float64 with policy.dtype=float64) and sharded over all ranks.
+Activations are an upper bound for one pack of the whole budget whose tokens spread evenly over the experts; a
+skewed batch sends a rank more. Kernels' workspaces, the allocator's slack and communication buffers are not
+counted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from olmo_rl.hf.export import BUCKET_BYTES, is_single_file, written_dtype
 from olmo_rl.mixers import mixer_of
 
 _EXPERT = ".routed_experts."
-_MASTER = 4  # bytes of a float32 weight, gradient or moment
+_FLOAT32 = 4  # bytes
+_BYTES = {Dtype.bfloat16: 2, Dtype.float32: 4, Dtype.float64: 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +80,7 @@ def block_activations(model: ModelConfig, *, layer: int) -> int:
 
 def activations(config: Config) -> tuple[int, str]:
     """Bytes of one pack of the whole budget, and how they are counted."""
-    model, item = config.model, 2 if config.policy.dtype is Dtype.bfloat16 else 4
+    model, item = config.model, _BYTES[config.policy.dtype]
     blocks = [block_activations(model, layer=i) for i in range(len(model.layer_types))]
     if config.policy.recompute is Recompute.full:
         kept, how = len(blocks) * model.dim + max(blocks), "inputs of all blocks and one block again"
@@ -99,7 +101,7 @@ def publishing(config: Config, *, shapes: Mapping[str, torch.Size]) -> Line:
         limit, part = sys.maxsize, "the whole model"
     written = min(sum(sizes) * written_dtype(config.export).itemsize, limit)
     how = f"on rank 0: one parameter, its gather, {part}"
-    return Line(name="publishing", bytes=2 * max(sizes) * _MASTER + written, how=how)
+    return Line(name="publishing", bytes=2 * max(sizes) * _FLOAT32 + written, how=how)
 
 
 def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Line]:
@@ -107,15 +109,16 @@ def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Li
     world, ep = config.world_size, config.ep_degree
     total = sum(math.prod(shape) for shape in shapes.values())
     held = parameters_of_rank(shapes, world_size=world, ep_degree=ep)
+    item = _BYTES[config.policy.dtype]
+    master, word = max(item, _FLOAT32), "float64" if config.policy.dtype is Dtype.float64 else "float32"
     lines = [
-        Line(name="weights", bytes=held * _MASTER, how=f"{held:,} of {total:,} in float32"),
-        Line(name="gradients", bytes=held * _MASTER, how="the same in float32"),
-        Line(name="adam", bytes=2 * held * _MASTER, how="two moments in float32"),
+        Line(name="weights", bytes=held * master, how=f"{held:,} of {total:,} in {word}"),
+        Line(name="gradients", bytes=held * master, how=f"the same in {word}"),
+        Line(name="adam", bytes=2 * held * master, how=f"two moments in {word}"),
     ]
     if config.loss.kl_coef > 0:
-        lines.append(Line(name="reference", bytes=held * _MASTER, how="frozen, sharded like the policy"))
+        lines.append(Line(name="reference", bytes=held * master, how="frozen, sharded like the policy"))
     sharded = world > 1 or config.policy.dtype is Dtype.bfloat16
-    item = 2 if config.policy.dtype is Dtype.bfloat16 else 4
     if sharded:
         gathered = 2 * largest_block(shapes, ep_degree=ep) * item
         lines.append(Line(name="gathered", bytes=gathered, how="two whole blocks: one computes, one arrives"))
@@ -128,7 +131,7 @@ def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Li
         lines.append(publishing(config, shapes=shapes))
     if config.rollouts.source is Source.local:
         address = (4 if total < 2**31 else 8) if sharded else 0
-        copies = total * (address + _MASTER * (2 if sharded else 1))
+        copies = total * (address + _FLOAT32 * (2 if sharded else 1))
         lines.append(Line(name="publishing", bytes=copies, how="full weights on every rank and their gather"))
-        lines.append(Line(name="engine", bytes=total * _MASTER, how="full weights of the local engine"))
+        lines.append(Line(name="engine", bytes=total * _FLOAT32, how="full weights of the local engine"))
     return lines

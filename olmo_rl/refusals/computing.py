@@ -16,6 +16,10 @@ def _linear_unfit(config: Config) -> bool:
     return Family.linear in families(config.model) and not linear_fits(config, name=linear_of(config))
 
 
+def _exactness(dtype: Dtype) -> int:
+    return list(Dtype).index(dtype)
+
+
 def _crosses_documents(config: Config) -> bool:
     return config.packed and not ATTENTION_BACKENDS[attention_of(config)].documents
 
@@ -62,9 +66,19 @@ POLICY = (
     ),
     Rule(
         keys="policy.expert_dtype policy.dtype",
-        refuses="experts more exact than the bfloat16 rows and weights that reach them",
-        fix="leave policy.expert_dtype=null, or set policy.dtype=float32",
-        when=lambda c: c.policy.dtype is Dtype.bfloat16 and c.policy.expert_dtype is Dtype.float32,
+        refuses="experts more exact than the rows and weights that reach them",
+        fix="leave policy.expert_dtype=null, or raise policy.dtype",
+        when=lambda c: _exactness(c.expert_dtype) > _exactness(c.policy.dtype),
+    ),
+    Rule(
+        keys="policy.dtype trainer.accelerator policy.compile policy.expert_dtype",
+        refuses="float64 is for exact runs on a CPU, experts included, without compiled regions",
+        fix="set policy.dtype=float32, or trainer.accelerator=cpu policy.compile=false "
+        "policy.expert_dtype=null",
+        when=lambda c: (
+            c.policy.dtype is Dtype.float64
+            and (c.trainer.accelerator != "cpu" or c.policy.compile or c.expert_dtype is not Dtype.float64)
+        ),
     ),
     Rule(
         keys="policy.logprobs trainer.accelerator",

@@ -9,7 +9,8 @@ a sharded matrix are gathered, and each expert is a matrix of its own. AdamW upd
 matrix, and embeddings, head, router gates and the taps of short convolutions. Updates are scaled to the root
 mean square of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that one learning rate serves both.
 `torch.optim.Muon` takes only two-dimensional parameters that are not sharded, and iterates in bfloat16, in
-which topologies differ by 1e-2: here the iterations run in float32.
+which topologies differ by 1e-2: here the iterations run in the dtype of the
+weights, float32 or float64.
 
 Shapes: E experts of a rank, M x N one matrix.
 """
@@ -113,11 +114,11 @@ def rate_factor(config: OptimConfig, *, total: int) -> Callable[[int], float]:
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Float32 [..., M, N] -> the same shape: about U V^T of each matrix U S V^T, with singular values between
+    """[..., M, N] -> the same shape: about U V^T of each matrix U S V^T, with singular values between
     0.7 and 1.2. Zero stays zero.
     """
     a, b, c = QUINTIC
-    x = matrices.to(torch.float32)
+    x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)

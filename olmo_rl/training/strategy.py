@@ -43,6 +43,12 @@ from olmo_rl.types import Topology
 
 T = TypeVar("T")
 
+TORCH_DTYPES = {
+    Dtype.bfloat16: torch.bfloat16,
+    Dtype.float32: torch.float32,
+    Dtype.float64: torch.float64,
+}
+
 
 class ExpertParallelStrategy(ModelParallelStrategy):
     """FSDP2 over all ranks for dense weights, expert parallelism over `strategy.ep_degree` consecutive ranks.
@@ -54,9 +60,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     def __init__(self, config: Config) -> None:
         super().__init__(timeout=timedelta(seconds=config.strategy.timeout_seconds))
         self.topology = Topology(config.trainer.world_size, config.strategy.ep_degree)
-        self.dtype = torch.bfloat16 if config.policy.dtype is Dtype.bfloat16 else torch.float32
+        self.dtype = TORCH_DTYPES[config.policy.dtype]
         lower = config.expert_dtype is not config.policy.dtype
-        self.expert_dtype = torch.bfloat16 if lower else None  # None: that of the rows that reach experts
+        # None: the dtype of the rows that reach experts.
+        self.expert_dtype = TORCH_DTYPES[config.expert_dtype] if lower else None
         self.recompute = config.policy.recompute
         self.compiles, self.static_rows = config.policy.compile, config.packing.pad_to_budget
         self.graphs: GraphLog | None = None
@@ -89,11 +96,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     def parallelize(self, decoder: HybridDecoder) -> None:
         """Shard a decoder on the meta device in place and allocate its shards, which the caller fills; one
-        process in float32 leaves it whole.
+        process leaves it whole, unless weights are cast for computing.
         """
         require_context(decoder)
         decoder.set_expert_dtype(self.expert_dtype)
-        if self.topology.world_size == 1 and self.dtype is torch.float32:
+        if self.dtype is torch.float64:
+            decoder.double()
+        if self.topology.world_size == 1 and self.dtype is not torch.bfloat16:
             decoder.recompute = self.recompute
         else:
             assert self._dims is not None
