@@ -336,15 +336,16 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
 
 def run_once() -> None:
     """A process of its own: compose the run that the argument describes, then start its ranks."""
-    from olmo_rl.library import clear, compose
+    from olmo_rl.library import compose
+    from olmo_rl.replaced_runs import recover, replaced
     from olmo_rl.running.ranks import run_ranks
 
     job = json.loads(sys.argv[1])
     config = compose(job["overrides"], run_dir=job["run_dir"])
-    if config.overwrite:
-        clear(config)
+    recover(config)
     moment = None if job["moment"] is None else Moment(**job["moment"])
-    run_ranks(functools.partial(watched, moment=moment, watch=job["watch"]), config)
+    with replaced(config):
+        run_ranks(functools.partial(watched, moment=moment, watch=job["watch"]), config)
 
 
 def watched(config: Config, *, moment: Moment | None, watch: str) -> None:

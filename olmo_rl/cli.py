@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from olmo_rl.config import Config, Recipe, register
-from olmo_rl.library import prepare, run_recipe, typed_config
+from olmo_rl.library import prepared, run_recipe, typed_config
 from olmo_rl.manual import manual
 from olmo_rl.overrides import conf_directory, explain_typos, group_choices, keep_text, texts_of
 from olmo_rl.refusals.runs import RUN_NAME
+from olmo_rl.replaced_runs import RESTORED
 from olmo_rl.run_directory import EXIT_INTERRUPTED, complete_checkpoints
 from olmo_rl.running.launchers import launched_rank, launched_world
 from olmo_rl.types import Interrupted, RankFailed, Refusal
@@ -166,23 +167,24 @@ def execute(values: DictConfig, *, parent: int) -> None:
             "starts the ranks of each job itself, or choose hydra/launcher=submitit_slurm"
         )
     config = typed_config(values, run_dir=hydra.runtime.output_dir)
-    prepare(config)
-    try:
-        run_recipe(config)
-    except Interrupted as end:
-        raise SystemExit(_after_signal(config, code=cast(int, end.code))) from None
-    except Refusal as refusal:
-        if _rank() > 0:  # it may be this rank's alone, of its share of the requests
-            _say([f"rank {_rank()} refused:", *(f"  {reason}" for reason in refusal.reasons)])
-        raise
+    with prepared(config):
+        try:
+            run_recipe(config)
+        except Interrupted as end:
+            restored = RESTORED in getattr(end, "__notes__", ())  # its checkpoints are those of another run
+            raise SystemExit(_after_signal(config, code=cast(int, end.code), restored=restored)) from None
+        except Refusal as refusal:
+            if _rank() > 0:  # it may be this rank's alone, of its share of the requests
+                _say([f"rank {_rank()} refused:", *(f"  {reason}" for reason in refusal.reasons)])
+            raise
 
 
-def _after_signal(config: Config, *, code: int) -> int:
+def _after_signal(config: Config, *, code: int, restored: bool) -> int:
     """The exit code of a job that a signal ended outside of its updates, after a report: 75 where the run
-    directory holds a checkpoint of this job or an earlier one.
+    directory holds a checkpoint of this job or an earlier one that it continued.
     """
     name = signal.Signals(code - SIGNALLED).name
-    saved = complete_checkpoints(config.run_dir) if config.trains else []
+    saved = complete_checkpoints(config.run_dir) if config.trains and not restored else []
     rest = f"{saved[-1].name} is saved, continue with ckpt_path=last" if saved else "no checkpoint to resume"
     if config.recipe is Recipe.rollout:
         whole = len(list(Path(config.run_dir).glob("rollouts/collection-*.parquet")))

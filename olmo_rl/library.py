@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, cast
 from olmo_rl.config import RECIPES, Config, Recipe, register
 from olmo_rl.overrides import conf_directory, keep_text
 from olmo_rl.refusals import refusals
-from olmo_rl.refusals.runs import run_files
+from olmo_rl.refusals.runs import RUN_MARKS
+from olmo_rl.replaced_runs import recover, replaced
+from olmo_rl.run_lease import lease
 from olmo_rl.running.launchers import launched_rank
 from olmo_rl.types import Refusal
 
@@ -60,38 +62,56 @@ def run(config: Config) -> None:
     SystemExit(75) where a signal ended training after a checkpoint, Interrupted where nothing was saved, and
     RankFailed with the traceback of a rank that failed in another process.
     """
-    prepare(config)
-    run_recipe(config)
+    with prepared(config):
+        run_recipe(config)
 
 
-def prepare(config: Config) -> None:
-    """Refuse an invalid configuration; with overwrite=true, clear the run directory."""
+@contextmanager
+def prepared(config: Config) -> Iterator[None]:
+    """Refuse an invalid configuration with every reason; own the run directory while a block runs.
+
+    Only rank 0 looks at the run directory: it may be writing there when another rank gets here.
+    """
     first = not launched_rank(os.environ)
-    if config.recipe is not Recipe.validate:  # it reports these reasons together with those of the data
-        # Only rank 0 looks at the run directory: it may be writing there when another rank gets here.
-        reasons = refusals(config if first else replace(config, run_dir=""))
+    reasons: list[str] = []
+    with ExitStack() as stack:
+        if first and config.run_dir and config.recipe in RUN_MARKS:
+            try:
+                stack.enter_context(lease(config.run_dir))
+            except Refusal as refusal:
+                reasons.extend(refusal.reasons)
+            else:
+                recover(config)
+        if config.recipe is not Recipe.validate:  # it reports these reasons together with those of the data
+            reasons.extend(refusals(config if first else replace(config, run_dir="")))
+        if reasons and first and RECIPES[config.recipe].ranks:
+            from olmo_rl.data.preflight import examine
+
+            reasons = examine(config, reasons=reasons).reasons
         if reasons:
             raise Refusal(reasons)
-    if config.overwrite and first:
-        clear(config)
+        yield
 
 
 def run_recipe(config: Config) -> None:
-    """The recipe of a valid configuration: on the ranks of this job, or here where it needs none."""
+    """Run the recipe of a valid configuration: on the ranks of this job, or here where it needs none."""
     recipe = RECIPES[config.recipe]
-    if not recipe.ranks:
-        module, _, function = recipe.entry.partition(":")
-        getattr(importlib.import_module(module), function)(config)
-        return
-    from olmo_rl.data.preflight import preflight
-    from olmo_rl.running.ranks import run_ranks
+    if recipe.ranks:
+        from olmo_rl.data.preflight import preflight
 
-    preflight(config)
-    if config.upcycle.dense is not None:
+        preflight(config)
+    if recipe.ranks and config.upcycle.dense is not None:
         from olmo_rl.policy.upcycling import refuse_misfits
 
         refuse_misfits(config)
-    run_ranks(recipe.entry, config)
+    with nullcontext() if launched_rank(os.environ) else replaced(config):
+        if recipe.ranks:
+            from olmo_rl.running.ranks import run_ranks
+
+            run_ranks(recipe.entry, config)
+        else:
+            module, _, function = recipe.entry.partition(":")
+            getattr(importlib.import_module(module), function)(config)
 
 
 def typed_config(values: DictConfig, *, run_dir: str) -> Config:
@@ -102,12 +122,3 @@ def typed_config(values: DictConfig, *, run_dir: str) -> Config:
     if config.run_dir:
         raise Refusal(f"run_dir={config.run_dir}: it follows from the run's name; set run_name")
     return replace(config, run_dir=run_dir)
-
-
-def clear(config: Config) -> None:
-    """Remove the files of an earlier run of this recipe from the run directory."""
-    for path in run_files(config):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

@@ -28,7 +28,6 @@ from olmo_rl.config import (
     StrategyConfig,
 )
 from olmo_rl.keys import Choice
-from olmo_rl.library import clear
 from olmo_rl.manual import EXIT_CODES, WIDTH, manual
 from olmo_rl.overrides import SET_BY_USERS, explain_typos, keep_text
 from olmo_rl.reference import pages
@@ -293,21 +292,3 @@ def test_an_interruption_passes_through_and_so_ends_a_sweep(code: int) -> None:
 )
 def test_a_sweep_ends_with_two_only_where_every_failure_is_a_refusal(codes: list[int], code: int) -> None:
     assert Jobs(parent=os.getpid(), codes=codes).exit_code() == code
-
-
-def test_overwriting_removes_what_this_recipe_left_and_nothing_else(tmp_path: Path) -> None:
-    for name in (
-        "checkpoints/step-1/x",
-        "metrics.csv",
-        "training_contract_rank1.jsonl",
-        "rollouts/a",
-        "mine.txt",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    clear(Config(recipe=Recipe.plan, run_dir=str(tmp_path)))
-    assert (tmp_path / "metrics.csv").exists()
-    clear(Config(recipe=Recipe.train, run_dir=str(tmp_path)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", "rollouts"]
-    clear(Config(recipe=Recipe.rollout, run_dir=str(tmp_path)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt"]

@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from olmo_rl.config import Config
+from olmo_rl.replaced_runs import discard_replaced
 from olmo_rl.run_directory import (
     SCRATCH,
     checkpoint_directory,
@@ -147,6 +148,7 @@ class Checkpoints(Callback):
             if final.exists():  # damaged: a whole one would have been resumed from
                 shutil.rmtree(final)
             finish_checkpoint(Path(scratch), final=final)
+            discard_replaced(self._config)
             for old in complete_checkpoints(self._config.run_dir)[: -self._config.callbacks.keep_checkpoints]:
                 shutil.rmtree(old)
         trainer.strategy.barrier()

@@ -28,6 +28,7 @@ from olmo_rl.running.rank_process import (
     SIGNALS,
     Entry,
     call,
+    end_with_parent,
     identity_of,
     imported,
     leave_process_group,
@@ -145,7 +146,7 @@ def _start(rank: int, *, world_size: int) -> _Child:
     environ = {"OMP_NUM_THREADS": threads, **os.environ, **identity, "PYTHONPATH": search_path}
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(theirs.fileno())],
+            [sys.executable, "-c", _CHILD, str(theirs.fileno()), str(os.getpid())],
             env=environ,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -216,6 +217,7 @@ def _wait_for(children: Sequence[_Child], *, seconds: float) -> None:
 
 def child_main() -> None:
     """What a started rank runs: take the job, say why it failed, end when the supervisor does."""
+    end_with_parent(int(sys.argv[2]))
     supervisor = Connection(int(sys.argv[1]))
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
