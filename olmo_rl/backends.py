@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from olmo_rl.config import Config, LoggerKind
 from olmo_rl.mixers import Family, families, has_window
 from olmo_rl.types import Refusal
-from olmo_rl.user_code import SURROGATE, load
+from olmo_rl.user_code import load_surrogate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +193,7 @@ def missing(config: Config) -> list[str]:
             )
     if config.loss.surrogate is not None:
         try:
-            load(config.loss.surrogate, key="loss.surrogate", takes=SURROGATE)
+            load_surrogate(config.loss.surrogate)
         except Refusal as refusal:
             lacking += refusal.reasons
     if config.logger.kind is LoggerKind.wandb and not importable("wandb"):

@@ -9,18 +9,27 @@ Lightning.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from olmo_rl.config import Config, Recipe, register
 from olmo_rl.library import prepared, run_recipe, typed_config
 from olmo_rl.manual import manual
-from olmo_rl.overrides import conf_directory, explain_typos, group_choices, keep_text, texts_of
+from olmo_rl.overrides import (
+    conf_directory,
+    explain_error,
+    explain_forms,
+    explain_typos,
+    group_choices,
+    keep_text,
+    texts_of,
+)
 from olmo_rl.refusals.runs import RUN_NAME
 from olmo_rl.replaced_runs import RESTORED
 from olmo_rl.run_directory import EXIT_INTERRUPTED, complete_checkpoints
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 FAILED, REFUSED = 1, 2
+_LINE = re.compile(r"(.*), line (\d+)(.*)", re.DOTALL)
 SIGNALLED = 128  # exit codes above it: a signal ended the job
 
 
@@ -52,14 +62,17 @@ def run(arguments: Sequence[str]) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        flags = get_args_parser().parse_args(list(arguments))
-    except SystemExit as end:  # argparse ends with 2 for an unknown flag, which is REFUSED here
+        flags, unknown = get_args_parser().parse_known_args(list(arguments))
+    except SystemExit as end:  # argparse ends with 2 for a flag without its value, which is REFUSED here
         return FAILED if end.code else 0
     directories = [conf_directory(), *([Path(flags.config_dir)] if flags.config_dir else [])]
     groups = group_choices(*directories)
     if flags.help:
         print(manual(groups))
         return 0
+    if stray := explain_forms(flags.overrides, flags=unknown):
+        _say(stray)
+        return FAILED
     # Hydra accepts + for keys that no schema has.
     added = [override for override in flags.overrides if override.startswith("+")]
     if typos := explain_typos(added, groups=groups):
@@ -83,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         if full_trace == "1":
             raise
-        _explain(error, typos=explain_typos(flags.overrides, groups=groups))
+        _say(explain_error(error, typos=explain_typos(flags.overrides, groups=groups)))
         return FAILED
     except OSError as error:  # of Hydra, which makes the run directory; `attempt` reports those of a job
         _say([f"refused: the run directory cannot be written: {error}: choose another run_name"])
@@ -137,8 +150,9 @@ def attempt(job: Callable[[], None], *, name: str) -> int:
         job()
     except Refusal as refusal:
         if _rank() == 0:
-            count = f"{len(refusal.reasons)} reasons" if len(refusal.reasons) > 1 else "one reason"
-            _say([f"{name}refused, {count}:", *(f"  {reason}" for reason in refusal.reasons)])
+            reasons = gather_lines(refusal.reasons)
+            count = f"{len(reasons)} reasons" if len(reasons) > 1 else "one reason"
+            _say([f"{name}refused, {count}:", *(f"  {reason}" for reason in reasons)])
         return REFUSED
     except RankFailed as failure:  # its message is the rank's own traceback
         print(failure, file=sys.stderr, flush=True)
@@ -208,14 +222,21 @@ def _stray_run_names(overrides: Sequence[str]) -> list[str]:
     return [line for line in lines if line is not None]
 
 
-def _explain(error: Exception, *, typos: Sequence[str]) -> None:
-    """Print the typos where there are some, else Hydra's own report of an override."""
-    lines = list(typos)
-    if not lines:
-        parts: list[Any] = [getattr(error, "override", None), error, error.__cause__]
-        texts = [str(part) for part in parts if part is not None]
-        lines = [line for text in texts for line in text.splitlines() if line.strip()]
-    _say(lines)
+def gather_lines(reasons: Sequence[str]) -> list[str]:
+    """The reasons, with four or more that differ in a line number alone as one that lists the lines."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for reason in reasons:
+        found = _LINE.match(reason)
+        before, line, after = found.groups() if found else (reason, "", "")
+        lines.setdefault((before, after), []).append(line)
+    result = []
+    for (before, after), numbers in lines.items():
+        if len(numbers) < 4:
+            result += [f"{before}, line {number}{after}" if number else before for number in numbers]
+        else:
+            shown = ", ".join(numbers[:3])
+            result.append(f"{before}, lines {shown} and {len(numbers) - 3} more{after}")
+    return result
 
 
 def _rank() -> int:

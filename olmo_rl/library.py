@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from olmo_rl.config import RECIPES, Config, Recipe, register
-from olmo_rl.overrides import conf_directory, keep_text
+from olmo_rl.overrides import (
+    conf_directory,
+    explain_error,
+    explain_forms,
+    explain_typos,
+    group_choices,
+    keep_text,
+)
 from olmo_rl.refusals import refusals
 from olmo_rl.refusals.runs import RUN_MARKS
 from olmo_rl.replaced_runs import recover, replaced
@@ -34,14 +41,24 @@ if TYPE_CHECKING:
 def compose(overrides: Sequence[str] = (), *, run_dir: str | Path | None = None) -> Config:
     """The configuration that `python train.py <overrides>` would run; `run_dir` None = outputs/<run_name>.
 
-    Raises Refusal with every reason where the configuration is invalid; `run` checks the run directory.
+    Raises Refusal with every reason where an override or the configuration is invalid; `run` checks the run
+    directory.
     """
     from hydra import compose as compose_values
     from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     register()
-    with initialize_config_dir(config_dir=str(conf_directory()), version_base="1.3"):
-        values = compose_values("train", overrides=keep_text(overrides))
+    groups = group_choices(conf_directory())
+    added = [override for override in overrides if override.startswith("+")]
+    if wrong := explain_forms(overrides, flags=()) or explain_typos(added, groups=groups):
+        raise Refusal(wrong)
+    try:
+        with initialize_config_dir(config_dir=str(conf_directory()), version_base="1.3"):
+            values = compose_values("train", overrides=keep_text(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise Refusal(explain_error(error, typos=explain_typos(overrides, groups=groups))) from error
     config = typed_config(values, run_dir="")
     if reasons := refusals(config):
         raise Refusal(reasons)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,16 @@ REMOVED = {
     "balance.level": "the key is gone, a search always sets the boundaries of packs; leave it out",
     "balance=greedy": "the choice is gone; set balance=anneal balance.proposals=0 for the best start",
 }
+
+# Names that other trainers give to our keys.
+ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "batch_size": "batch.samples_per_step",
+    "num_generations": "rollouts.group_size",
+    "output_dir": "run_name",
+    "resume_from_checkpoint": "ckpt_path",
+}
+OMEGACONF_CLASSES = ("full_key:", "reference_type=", "object_type=")  # what its messages add for programmers
 
 
 def conf_directory() -> Path:
@@ -82,6 +92,17 @@ def texts_of(override: str) -> list[str]:
     return [value.text if isinstance(value, QuotedString) else str(value) for value in values]
 
 
+def explain_forms(overrides: Iterable[str], *, flags: Sequence[str]) -> list[str]:
+    """One line where arguments are no settings: unknown `flags`, `key value`, a space before `=`."""
+    stray = [text for text in overrides if text.startswith("=") or ("=" not in text and text[:1] != "~")]
+    stray = [text for text in flags if text not in stray] + stray
+    if not stray:
+        return []
+    name = stray[0].lstrip("-").partition("=")[0].replace("-", "_")
+    near = _nearest(name, [*SET_BY_USERS]) if name else ""
+    return [f"{' '.join(stray)}: write key=value, without dashes and without spaces around ={near}"]
+
+
 def explain_typos(overrides: Iterable[str], *, groups: dict[str, list[str]]) -> list[str]:
     """One line for every override of a key or choice that does not exist, with the nearest that does."""
     names = [*SET_BY_USERS, *groups]
@@ -107,9 +128,19 @@ def explain_typos(overrides: Iterable[str], *, groups: dict[str, list[str]]) -> 
     return lines
 
 
+def explain_error(error: Exception, *, typos: Sequence[str]) -> list[str]:
+    """The typos where there are some, else Hydra's own report of an override, without our classes."""
+    if typos:
+        return list(typos)
+    parts: list[Any] = [getattr(error, "override", None), error, error.__cause__]
+    lines = [line for part in parts if part is not None for line in str(part).splitlines()]
+    return [line for line in lines if line.strip() and not line.strip().startswith(OMEGACONF_CLASSES)]
+
+
 def _nearest(word: str, words: list[str]) -> str:
     """The nearest word, compared whole, then by its last part; else all words if they are few."""
-    found = difflib.get_close_matches(word, words, n=1)
+    known = ELSEWHERE.get(word.rpartition(".")[2])
+    found = [known] if known in words else difflib.get_close_matches(word, words, n=1)
     if not found:
         tails = [name.rpartition(".")[2] for name in words]
         near = difflib.get_close_matches(word.rpartition(".")[2], tails, n=1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
 from olmo_rl.types import Refusal
-
-SURROGATE = "an olmo_rl.policy.loss.SurrogateFunction"
 
 
 def load(path: str, *, key: str, takes: str) -> Callable[..., Any]:
@@ -30,3 +29,16 @@ def load(path: str, *, key: str, takes: str) -> Callable[..., Any]:
     if not callable(function):
         raise Refusal(f"{key}={path}: {module_name} has no function {name}: it has to be {takes}")
     return cast(Callable[..., Any], function)
+
+
+def load_surrogate(path: str) -> Callable[..., Any]:
+    """The policy objective at `loss.surrogate`. Raises Refusal, also where it takes other arguments."""
+    function = load(path, key="loss.surrogate", takes="an olmo_rl.policy.loss.SurrogateFunction")
+    named = dict.fromkeys(("log_ratio", "advantages", "slots", "config"))
+    try:
+        inspect.signature(function).bind("logprobs", **named)
+    except TypeError as error:
+        raise Refusal(
+            f"loss.surrogate={path}: called (logprobs, *, {', '.join(named)}): {error}: take these arguments"
+        ) from None
+    return function

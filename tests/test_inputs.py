@@ -46,7 +46,12 @@ def problems(path: Path, *, count: int = 80, long: int | None = None) -> Path:
         (
             "+task.verifier._target_=no_such.module",
             "",
-            "task.verifier._target_=no_such.module: No module named",
+            "task.verifier._target_=no_such.module: No module named 'no_such': correct it, put the module",
+        ),
+        (
+            "+task.verifier._target_=math.no_such",
+            "",
+            "no attribute 'no_such': name a function of that module",
         ),
         ("model.tokenizer=/nowhere", "", "model.tokenizer=/nowhere"),
         ("model.vocab_size=100", "", "model.vocab_size=100 model.tokenizer=bytes"),

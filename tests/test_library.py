@@ -79,6 +79,12 @@ def test_composing_refuses_all_reasons_at_once_and_only_training_recipes_train()
     with pytest.raises(Refusal) as refused:
         olmo_rl.compose(["+experiment=packed_moe", "packing.max_tokens=8", "trainer.devices=3"])
     assert len(refused.value.reasons) >= 2
+    with pytest.raises(Refusal, match=r"trainer\.maxsteps=3: no such key; did you mean trainer\.max_steps\?"):
+        olmo_rl.compose(["+experiment=packed_moe", "trainer.maxsteps=3"])
+    with pytest.raises(Refusal, match="could not be converted to Float"):
+        olmo_rl.compose(["optim.lr=fast"])
+    with pytest.raises(Refusal, match="seed 3: write key=value"):
+        olmo_rl.compose(["seed", "3"])
     with pytest.raises(Refusal, match=r"recipe=plan: nothing is trained; use olmo_rl\.run"):
         olmo_rl.train(Config(recipe=Recipe.plan))
     with pytest.raises(AttributeError, match="nothing"):

@@ -38,7 +38,7 @@ from olmo_rl.policy.loss import (
     scored_slots,
     sft_loss,
 )
-from olmo_rl.types import Sample, Topology
+from olmo_rl.types import Refusal, Sample, Topology
 
 VOCABULARY = 7
 # Response lengths that differ a lot, behind prompts of 1 to 4 tokens.
@@ -718,6 +718,29 @@ def squared_ratio(
     return Surrogate(advantages * (1 - ratio).square() / 2 - advantages * logprobs, ratio, {})
 
 
+def only_the_objective(
+    logprobs: Tensor, *, log_ratio: Tensor, advantages: Tensor, slots: ScoredSlots, config: LossConfig
+) -> Tensor:
+    """A function of a user that forgets the ratio and the shares."""
+    return -advantages * logprobs
+
+
+def test_an_objective_that_returns_no_surrogate_is_refused() -> None:
+    pack = make_pack([make_sample([1, 2, 3], mask=[0, 1, 1], advantage=2.0)])
+    logprobs = torch.tensor([-1.0, -0.5], requires_grad=True)
+    with pytest.raises(Refusal, match=r"loss\.surrogate=test_loss:only_the_objective: it returned a Tensor"):
+        policy_loss(
+            logprobs,
+            anchor_logprobs=logprobs,
+            behavior_logprobs=logprobs,
+            ref_logprobs=None,
+            advantages=torch.tensor([2.0, 2.0]),
+            slots=scored_slots(pack),
+            config=LossConfig(surrogate="test_loss:only_the_objective"),
+            normalisers=Normalisers(tokens=2, responses=1),
+        )
+
+
 def test_every_kind_of_loss_has_its_objective() -> None:
     assert set(SURROGATES) == set(LossKind)
 
@@ -751,6 +774,10 @@ def test_an_objective_named_by_import_path_replaces_the_kind() -> None:
         ("grpo", "loss.surrogate=grpo: not an import path: give package.module:function"),
         ("no_such_module:loss", "loss.surrogate=no_such_module:loss: no_such_module does not import"),
         ("test_loss:absent", "loss.surrogate=test_loss:absent: test_loss has no function absent"),
+        (
+            "test_loss:make_sample",
+            "loss.surrogate=test_loss:make_sample: called (logprobs, *, log_ratio, advantages, ",
+        ),
     ],
 )
 def test_an_objective_that_cannot_be_loaded_is_reported_before_ranks_start(path: str, reason: str) -> None:

@@ -15,6 +15,7 @@ from bounds import BOUND_SECONDS
 from composing import GROUPS, ROOT, compose_fast
 from omegaconf import OmegaConf
 
+from olmo_rl.cli import gather_lines
 from olmo_rl.cli import run as run_command
 from olmo_rl.config import Config, ModelConfig, Recipe
 from olmo_rl.data.files import write_collection
@@ -319,17 +320,32 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["-m", "packing.max_tokens=10,6k"], "6k"),
         (["packing.max_tokens=1,2"], "multirun"),
         (["seed=[1"], "seed=[1"),
-        (["--colour"], "--colour"),
+        (["--colour"], "--colour: write key=value"),
+        (["--learning_rate", "1e-4"], "--learning_rate 1e-4: write key=value"),
+        (["--batch-size=8"], "did you mean batch.samples_per_step?"),
+        (["optim.learning_rate=1e-4"], "did you mean optim.lr?"),
+        (["trainer.max_steps", "5"], "trainer.max_steps 5: write key=value"),
+        (["run_name", "=x"], "run_name =x: write key=value"),
+        (["optim.lr=fast"], "'fast' of type 'str' could not be converted to Float"),
     ],
 )
-def test_what_hydra_refuses_ends_with_one_and_a_readable_line(
+def test_what_hydra_refuses_ends_with_one_and_a_few_readable_lines(
     arguments: list[str], words: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_command(arguments) == 1
     err = capsys.readouterr().err
     assert words in err
+    assert len(err.splitlines()) <= 4
+    assert "object_type" not in err
     assert "Traceback" not in err
     assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+def test_the_same_reason_of_many_lines_is_one_reason_that_lists_them() -> None:
+    failed = "task.verifier failed on a response to p.jsonl"
+    broken = [f"{failed}, line {number}: KeyError: 'a'" for number in (1, 2, 3, 5, 8)]
+    other = ["p.jsonl, line 9: not JSON", "p.jsonl, line 10: not JSON", "seed=-1: not a whole number"]
+    assert gather_lines([*broken, *other]) == [f"{failed}, lines 1, 2, 3 and 2 more: KeyError: 'a'", *other]
 
 
 def test_texts_reach_the_run_as_typed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

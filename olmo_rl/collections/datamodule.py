@@ -13,6 +13,7 @@ on policy cannot be ahead of the weights that it generates with.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
@@ -101,7 +102,7 @@ class RolloutDataModule(LightningDataModule):
         self._open, self._resumed = opened, None
         self._read_ahead(opened)
         if not opened.resumed:
-            self._count_skips(opened.trains)
+            self._count_skips(opened.trains, facts=opened.facts)
         if self.policy.scores_ahead(steps_in_collection=opened.steps_in_collection):
             opened.score(self.policy.score_step)
         return opened
@@ -195,16 +196,24 @@ class RolloutDataModule(LightningDataModule):
 
         self._ahead = self._reader.submit(read)
 
-    def _count_skips(self, trains: list[bool]) -> None:
+    def _count_skips(self, trains: list[bool], *, facts: Mapping[str, float]) -> None:
         """Refuse to go on drawing for ever where nothing can train."""
         for training in trains:
             self._skips_in_a_row = 0 if training else self._skips_in_a_row + 1
         limit = self.config.batch.max_skips
         if self._skips_in_a_row > limit:
+            skipped = (
+                f"batch.max_skips={limit}: {self._skips_in_a_row} steps in a row had nothing to train on"
+            )
+            failed = facts.get("batch/failed_rewards", 0.0)
+            if failed > 0 and failed == facts.get("rollouts/samples"):
+                raise Refusal(
+                    f"{skipped}: the verifier gave none of the last {failed:.0f} samples a reward (NaN, or a "
+                    "failure that is left out): correct it"
+                )
             raise Refusal(
-                f"batch.max_skips={limit}: {self._skips_in_a_row} steps in a row had nothing to train on: "
-                "every sample was filtered or masked. Warm the policy up (warm_start.steps), choose an "
-                "easier task, or turn batch.filter_zero_variance and batch.filter_truncated off"
+                f"{skipped}: every sample was filtered or masked. Warm the policy up (warm_start.steps), "
+                "choose an easier task, or turn batch.filter_zero_variance and batch.filter_truncated off"
             )
 
     @property

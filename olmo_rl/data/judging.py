@@ -183,8 +183,13 @@ def resolve_verifier(verifier: Mapping[str, Any] | None, *, key: str) -> Verifie
         raise Refusal(f"{key}._target_={target}: math-verify is missing: pip install 'olmo_rl[math]'")
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise Refusal(f"{key}._target_={target}: {error}") from error
+    except ImportError as error:
+        raise Refusal(
+            f"{key}._target_={target}: {error}: correct it, put the module beside train.py, or its folder on "
+            "PYTHONPATH"
+        ) from error
+    except AttributeError as error:
+        raise Refusal(f"{key}._target_={target}: {error}: name a function of that module") from error
     arguments = {key: value for key, value in verifier.items() if key != "_target_"}
     try:
         inspect.signature(function).bind("response", "answer", **arguments)

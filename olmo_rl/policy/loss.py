@@ -1,8 +1,9 @@
 """Which tokens are scored, and the GRPO family of objectives over their log-probs, all by document.
 
 Owns which rows score which tokens, per-slot weights under global normalisers, surrogates, importance weights,
-KL and entropy terms. Reads no files, talks to no other rank. Refuses nothing: values that are not finite are
-reported with the ids of their samples (`LossOutput.suspects`), and whoever steps decides.
+KL and entropy terms. Reads no files, talks to no other rank. Refuses nothing but a result of
+`loss.surrogate` that is no `Surrogate`: values that are not finite are reported with the ids of their samples
+(`LossOutput.suspects`), and whoever steps decides.
 
 Contract: a step's loss is the sum over ALL scored slots (all packs, all ranks) of weight x objective. The
 weights carry the one division by a global count, so packs, ranks and the order of samples only change the
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from olmo_rl.config import KlEstimator, LossConfig, LossKind, Reduction, WeightBound, WeightLevel
 from olmo_rl.data.packs import Normalisers, Pack
-from olmo_rl.user_code import SURROGATE, load
+from olmo_rl.types import Refusal
+from olmo_rl.user_code import load_surrogate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,9 +162,15 @@ def policy_loss(
         constant_length=config.constant_length,
     )
     log_ratio = logprobs - anchor
-    surrogate, ratio, clips = surrogate_of(config)(
+    found = surrogate_of(config)(
         logprobs, log_ratio=log_ratio, advantages=advantages, slots=slots, config=config
     )
+    if not isinstance(found, Surrogate):
+        raise Refusal(
+            f"loss.surrogate={config.surrogate}: it returned a {type(found).__name__}: return "
+            "olmo_rl.policy.loss.Surrogate(objective, ratio, clips)"
+        )
+    surrogate, ratio, clips = found
     terms: dict[str, Tensor] = {"policy": surrogate}
     shares = {"ratio": ratio, "ratio_drift": log_ratio.abs()} | clips
     if config.tis_low is not None or config.tis_high is not None:
@@ -285,7 +293,7 @@ def surrogate_of(config: LossConfig) -> SurrogateFunction:
     """The function of `loss.surrogate`, else that of `loss.kind`."""
     if config.surrogate is None:
         return SURROGATES[config.kind]
-    return load(config.surrogate, key="loss.surrogate", takes=SURROGATE)
+    return load_surrogate(config.surrogate)
 
 
 def behavior_weights(

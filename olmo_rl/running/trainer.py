@@ -101,7 +101,10 @@ def build_extra(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[An
         try:
             one = instantiate(entry)
         except InstantiationException as error:
-            reason = str(error.__cause__ or error).splitlines()[0]
+            cause = error.__cause__
+            while cause is not None and cause.__cause__ is not None:
+                cause = cause.__cause__  # Hydra's own layers only repeat the path
+            reason = str(cause or error).splitlines()[0].rstrip(":")
             raise Refusal(f"{where}: {reason}: correct the path or the arguments") from error
         if not isinstance(one, kind):
             raise Refusal(f"{where}: {type(one).__name__} is no Lightning {kind.__name__}: name a subclass")
