@@ -22,6 +22,7 @@ from olmo_rl.types import Sample
 # verifier (0.1 + 0.2 against 0.3) must not become advantages of -1 and 1. It bounds what an offset may hide:
 # 1e6 and 1e6 + 0.01 differ, 1e9 and 1e9 + 0.5 do not.
 EQUAL_SHARE = 1e-9
+_LEAST_SPREAD = 1e-100  # squares of smaller differences underflow, and dividing by their root overflows
 
 
 def assign_advantages(samples: Sequence[Sample], *, normalize: bool) -> dict[str, int]:
@@ -108,4 +109,4 @@ def _all_equal(rewards: NDArray[np.float64]) -> bool:
     """Whether finite rewards [samples of one group] hold nothing to prefer; true for none or one."""
     if len(rewards) < 2:
         return True
-    return bool(np.ptp(rewards) <= EQUAL_SHARE * np.abs(rewards).max())
+    return bool(np.ptp(rewards) <= max(EQUAL_SHARE * np.abs(rewards).max(), _LEAST_SPREAD))

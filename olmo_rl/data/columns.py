@@ -72,9 +72,11 @@ def sample_of(record: Record) -> Sample:
 def converted(value: Any, *, kind: Kind, name: str) -> Any:
     """`value` as a field of `kind` holds it; `name` opens the message of a Refusal.
 
-    Per-token values may be lists, tuples, tensors or arrays; anything but an array of one axis and of a dtype
-    of the kind is checked element by element.
+    Scalars of NumPy are taken as numbers. Per-token values may be lists, tuples, tensors or arrays; anything
+    but an array of one axis and of a dtype of the kind is checked element by element.
     """
+    if isinstance(value, np.generic):
+        value = value.item()
     if kind.per_token:
         if isinstance(value, tuple):
             value = list(value)
@@ -100,6 +102,8 @@ def routes_of(
         checked = checked_routes(nested, tokens=tokens, layout=layout, all_layers=all_layers)
         # JSON has no dtype: keep ids as narrow as engines do, once they are known to be in range.
         return checked.astype(np.int16 if layout.num_experts <= 2**15 else np.int32)
+    if "routes_shape" not in record.cells:
+        raise Refusal(f"routes are {routes!r:.80}: expected lists [tokens - 1][layers][top_k]")
     shape, dtype = record.cells["routes_shape"], record.cells["routes_dtype"]
     stored = _stored_routes(routes, shape=shape, dtype=dtype)
     return checked_routes(stored, tokens=tokens, layout=layout, all_layers=all_layers)
@@ -109,7 +113,7 @@ def _stored_routes(buffer: Any, *, shape: list[int] | None, dtype: str | None) -
     """The array in `buffer`: C order, little-endian."""
     if dtype not in ROUTE_DTYPES:
         raise Refusal(f"routes_dtype is {dtype!r}: expert ids are stored as one of {', '.join(ROUTE_DTYPES)}")
-    if not isinstance(shape, list) or len(shape) != 3 or any(x is None or x < 0 for x in shape):
+    if not isinstance(shape, list) or len(shape) != 3 or any(type(x) is not int or x < 0 for x in shape):
         raise Refusal(f"routes_shape is {shape}: expected [tokens - 1, layers, top_k]")
     item = np.dtype(dtype)
     if memoryview(buffer).nbytes != prod(shape) * item.itemsize:
@@ -124,7 +128,6 @@ def _nested_routes(rows: list[Any], *, layout: ExpertLayout, all_layers: int | N
     """JSON lists [T-1][L][K] as an array. Dense layers are left 0, unread."""
     layers = layout.routed_layers
     axis = len(rows[0]) if rows and isinstance(rows[0], list) else all_layers or len(layers)
-    array = np.zeros((len(rows), axis, layout.top_k), dtype=np.int64)
     for t, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != axis:
             raise Refusal(
@@ -140,7 +143,12 @@ def _nested_routes(rows: list[Any], *, layout: ExpertLayout, all_layers: int | N
                 raise Refusal(f"{name} {experts} are {len(experts)}, top_k is {layout.top_k}")
             if not all(abs(expert) < 2**63 for expert in experts):
                 raise Refusal(f"{name} {experts} are outside 0..{layout.num_experts - 1}")
-            array[t, index] = experts
+    # Only now is every size known to be one of the rows themselves, and not the metadata's alone.
+    width = layout.top_k if axis == (all_layers or len(layers)) else 0  # another axis is refused by its shape
+    array = np.zeros((len(rows), axis, width), dtype=np.int64)
+    for t, row in enumerate(rows if width else ()):
+        for index in layers if all_layers else range(axis):
+            array[t, index] = row[index]
     return array
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from olmo_rl.data.columns import COLUMNS, Record, layer_axis, routes_of, sample_of, written_columns
+from olmo_rl.data.json_lines import parse_line
 from olmo_rl.data.metadata import Metadata, describe, metadata_of, unknown_name
 from olmo_rl.data.parquet import first_has, read_parquet, write_parquet
 from olmo_rl.data.validation import check_sample, checked_routes
@@ -186,28 +187,31 @@ def _read_jsonl(path: Path, require_routes: bool) -> tuple[Metadata, list[Record
     except UnicodeDecodeError as error:
         raise Refusal(f"{path}: not UTF-8 text: {error}") from None
     known = (*(entry.column for entry in COLUMNS), "routes")
-    metadata, records, has_routes = Metadata(), [], False
+    metadata: Metadata | None = None
+    records: list[Record] = []
+    has_routes = False
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         where = f"line {number}"
         try:
-            cells = json.loads(line)
-        except ValueError as error:
-            records.append(
-                Record(where=where, cells={}, fault=f"not a JSON value (is the line cut?): {error}")
-            )
+            cells = parse_line(line, where=where)
+        except Refusal as refusal:
+            fault = str(refusal).removeprefix(f"{where}: ")
+            records.append(Record(where=where, cells={}, fault=fault))
             continue
         if not isinstance(cells, dict):
             records.append(Record(where=where, cells={}, fault="not a JSON object with one sample"))
         elif set(cells) == {"meta"} and not records:
+            if metadata is not None:
+                raise Refusal(f"{path}: {where} is a second line of metadata: join both into one first line")
             metadata = metadata_of(cells["meta"], where=f"{path}: {where}")
         else:
             strange = next((name for name in cells if name not in known), None)
             fault = None if strange is None else unknown_name(strange, known)
             records.append(Record(where=where, cells=cells, fault=fault))
             has_routes |= cells.get("routes") is not None
-    return metadata, records, has_routes
+    return metadata or Metadata(), records, has_routes
 
 
 def _write_jsonl(collection: Collection, path: Path) -> None:

@@ -1,12 +1,14 @@
 """Lines of JSON that people write by hand: an error of `json` becomes one Refusal with its place. No torch.
 
-Refuses invalid JSON, nesting deeper than the parser goes, and text that cannot be encoded (half of a
+Refuses invalid JSON, an object that has a name twice (parsers keep either value), nesting deeper than the
+parser goes, and text that cannot be encoded (half of a
 surrogate pair, which JSON can spell as \\ud800).
 """
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from olmo_rl.types import Refusal
 
@@ -14,11 +16,21 @@ from olmo_rl.types import Refusal
 def parse_line(line: bytes | str, *, where: str) -> object:
     """The value of one line; `where` (file and line) opens the message of a Refusal."""
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=_unique)
+    except Refusal as refusal:
+        raise Refusal(f"{where}: {refusal}") from None
     except ValueError as error:
         raise Refusal(f"{where}: not JSON ({error})") from None
     except RecursionError:
         raise Refusal(f"{where}: nested too deeply to read: flatten it, or leave the line out") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise Refusal(f"{name!r} stands twice in one object: keep one of them")
+    return found
 
 
 def text_fault(text: str) -> str | None:

@@ -30,6 +30,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from olmo_rl.config import OnVerifierFailure, TaskConfig
 from olmo_rl.data.math_answers import equal_answers, reference_fault
+from olmo_rl.data.validation import LARGEST_REWARD
 from olmo_rl.types import Interrupted, Refusal
 
 Verifier = Callable[[str, str], Any]
@@ -151,7 +152,7 @@ def _verdict(value: object) -> float:
     """A verifier's value as a number; NoVerdict or OverflowError for anything else."""
     if type(value).__name__ in ("bool", "bool_"):  # NumPy's is no Real
         return float(bool(value))
-    if not isinstance(value, numbers.Real) or math.isinf(value):
+    if not isinstance(value, numbers.Real) or abs(value) > LARGEST_REWARD:
         raise NoVerdict(
             f"it returned {value!r:.200}: return a finite number, or NaN where the response cannot be judged"
         )

@@ -6,7 +6,6 @@ that is not named is unknown.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -86,18 +85,22 @@ def sampling_of(raw: Any, *, where: str) -> Sampling:
     for name, value in raw.items():
         if name not in SAMPLING_NAMES:
             raise Refusal(f"{where}: sampling: {unknown_name(name, SAMPLING_NAMES)}")
-        numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        numeric = type(value) in (int, float) and abs(value) < 2**63  # neither NaN nor infinite
         if value is not None and (not numeric or (name == "top_k" and value != int(value))):
             kind = "an integer" if name == "top_k" else "a number"
-            raise Refusal(f"{where}: sampling.{name} is {value!r}: expected {kind}, or null where unknown")
+            raise Refusal(
+                f"{where}: sampling.{name} is {value!r:.80}: expected {kind}, or null where unknown"
+            )
     known = {name: value for name, value in raw.items() if value is not None}
     settings: dict[str, Any] = {n: int(v) if n == "top_k" else float(v) for n, v in known.items()}
     return Sampling(**settings)
 
 
 def _layout(num_experts: Any, top_k: Any, routed_layers: Any, *, where: str) -> ExpertLayout:
-    if type(num_experts) is not int or num_experts < 1:
-        raise Refusal(f"{where}: metadata num_experts is {num_experts!r}: expected a positive integer")
+    if type(num_experts) is not int or not 1 <= num_experts < 2**31:
+        raise Refusal(
+            f"{where}: metadata num_experts is {num_experts!r}: expected an integer in 1..{2**31 - 1}"
+        )
     if type(top_k) is not int or not 1 <= top_k <= num_experts:
         raise Refusal(
             f"{where}: metadata top_k is {top_k!r}: expected an integer in 1..num_experts={num_experts}"

@@ -129,7 +129,11 @@ def _lists(values: pa.ChunkedArray, *, nullable: bool) -> Iterator[Any]:
         if pa.types.is_fixed_size_list(chunk.type):
             chunk = chunk.cast(pa.list_(chunk.type.value_type))
         present = chunk.is_valid().to_numpy(zero_copy_only=False)
-        elements = chunk.values.to_numpy(zero_copy_only=False)
+        # With nulls among them NumPy has integers as floats, also in rows that have none.
+        filled = (
+            chunk.values if nullable else chunk.values.fill_null(pa.scalar(0).cast(chunk.type.value_type))
+        )
+        elements = filled.to_numpy(zero_copy_only=False)
         null = chunk.values.is_null().to_numpy(zero_copy_only=False)
         for i, (start, stop) in enumerate(pairwise(chunk.offsets.to_numpy())):
             if not present[i]:

@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 
 from olmo_rl.types import FIELDS, Collection, ExpertLayout, Kind, Refusal, Sample, Sampling
 
+# Above 0 by the rounding of bfloat16 at most.
+LARGEST_LOGPROB = 0.1
+# Squares of such rewards and their sums stay finite.
+LARGEST_REWARD = 1e100
 _LARGEST_TOKEN = np.iinfo(np.int32).max
 # Ids per block of the route checks: a block and its scratch stay in the processor's cache.
 _BLOCK_IDS = 1 << 18
@@ -45,6 +49,11 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
     if not np.isfinite(sample.reward):
         raise Refusal(
             f"reward is {sample.reward}: a failed reward call must be repaired or its sample left out"
+        )
+    if abs(sample.reward) > LARGEST_REWARD:
+        raise Refusal(
+            f"reward is {sample.reward:g}: the deviation within its group overflows beyond "
+            f"{LARGEST_REWARD:g}: scale rewards down"
         )
     if sample.policy_version < 0:
         raise Refusal(f"policy_version is {sample.policy_version}: it counts optimizer steps, from 0")
@@ -83,6 +92,13 @@ def _check_logprobs(values: NDArray[np.floating], *, name: str, active: NDArray[
         raise Refusal(
             f"{name}[{t}] is {values[t]} in an active slot: null, NaN and infinity are allowed only where "
             "the token is not scored; mask the token or leave the sample out"
+        )
+    bad = active & (values > LARGEST_LOGPROB)
+    if bad.any():
+        t = _first(bad)
+        raise Refusal(
+            f"{name}[{t}] is {values[t]:g}: a log-prob is at most 0: record logarithms of probabilities, not "
+            "probabilities or negative log-probs"
         )
 
 

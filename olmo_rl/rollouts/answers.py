@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from olmo_rl.data.validation import LARGEST_LOGPROB
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.wire import Completion, RouteAxis, completions_of
 from olmo_rl.types import Refusal
@@ -24,12 +25,12 @@ def fitting_answer(body: Any, *, request: Request, max_tokens: int, axis: RouteA
     if len(found) != 1:
         raise EngineFault(f"{len(found)} completions for one request")
     completion = found[0]
-    if completion.prompt.tolist() != list(request.tokens):
-        raise EngineFault("answer: the prompt is another one than was sent")
     if not 0 < len(completion.tokens) <= max_tokens:
         raise EngineFault(f"answer: {len(completion.tokens)} tokens, asked for 1 to {max_tokens}")
     if not np.isfinite(completion.logprobs).all():
         raise EngineFault("answer: a log-prob that is not finite")
+    if (completion.logprobs > LARGEST_LOGPROB).any():
+        raise EngineFault("answer: a log-prob above 0")
     if completion.finish_reason not in ("stop", "length"):
         raise EngineFault(f"answer: finish_reason {completion.finish_reason!r}")
     if axis is not None and completion.routes is None:

@@ -17,12 +17,17 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.types import ExpertLayout, Refusal
+
+# The header of a .npy is text of Python, and names a shape that is allocated before data are read.
+_DAMAGED = (EOFError, MemoryError, OverflowError, SyntaxError, TokenError, TypeError, ValueError)
+_LONGEST_VERSION = 20  # digits; such a version counts no steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +112,7 @@ def _choice(
     tokens = _ids(choice.get("token_ids"), name="token_ids", where=where)
     asked = choice.get("prompt_token_ids")
     asked = body.get("prompt_token_ids") if asked is None else asked
-    read = _ids(prompt if asked is None else asked, name="prompt_token_ids", where=where)
+    read = _prompt(asked, sent=prompt, where=where)
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, Mapping):
         raise Refusal(f"{where}: no logprobs: ask for them (logprobs=0 or more)")
@@ -153,7 +158,9 @@ def _generated(
         raise Refusal(f"{where}: meta_info.output_token_logprobs is no list of (log-prob, id): ask for it")
     ids = body.get("output_ids", [triple[1] for triple in triples])
     tokens = _ids(ids, name="output_ids", where=where)
-    read = _ids(body.get("prompt_token_ids", prompt), name="prompt_token_ids", where=where)
+    if len(triples) == len(tokens) and any(triple[1] != id for triple, id in zip(triples, ids, strict=True)):
+        raise Refusal(f"{where}: output_ids are other tokens than those of meta_info.output_token_logprobs")
+    read = _prompt(body.get("prompt_token_ids"), sent=prompt, where=where)
     routes, surplus = None, 0
     if axis is not None:
         parts = [None, meta.get("routed_experts")]
@@ -177,7 +184,20 @@ def version_of(value: Any) -> int | None:
         return None
     if isinstance(value, int):
         return value
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
+    if not isinstance(value, str) or not value.isdecimal() or len(value) >= _LONGEST_VERSION:
+        return None
+    return int(value)
+
+
+def _prompt(answered: Any, *, sent: Sequence[int] | None, where: str) -> NDArray[np.int32]:
+    """The ids of the prompt: those of the answer, or those that were sent; both are the same where both are
+    there.
+    """
+    read = _ids(sent if answered is None else answered, name="prompt_token_ids", where=where)
+    given = read if sent is None else _ids(sent, name="prompt_token_ids", where=where)
+    if not np.array_equal(read, given):
+        raise Refusal(f"{where}: the prompt is another one than was sent")
+    return read
 
 
 def _ids(values: Any, *, name: str, where: str) -> NDArray[np.int32]:
@@ -201,7 +221,10 @@ def _logprobs(values: Any, *, count: int, where: str) -> NDArray[np.float32]:
     numbers = [math.nan if value is None else value for value in values]
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in numbers):
         raise Refusal(f"{where}: a log-prob that is no number")
-    return np.array(numbers, dtype=np.float32)
+    if any(isinstance(value, int) and abs(value) >= 2**1000 for value in numbers):
+        raise Refusal(f"{where}: a log-prob that no float holds")
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, and refused where it is scored
+        return np.array(numbers, dtype=np.float32)
 
 
 def _joined(
@@ -270,7 +293,7 @@ def _from_parts(payload: Mapping[str, Any], *, where: str) -> NDArray[Any]:
     try:
         dtype, shape = np.dtype(payload["dtype"]), tuple(int(n) for n in payload["shape"])
         return np.frombuffer(raw, dtype=dtype).reshape(shape)
-    except (TypeError, ValueError) as error:
+    except (OverflowError, SyntaxError, TypeError, ValueError) as error:
         raise Refusal(f"{where}: routes do not fit their own dtype and shape: {error}") from None
 
 
@@ -279,7 +302,7 @@ def _from_text(payload: str, *, axis: RouteAxis, rows: int | None, where: str) -
     if raw.startswith(b"\x93NUMPY"):
         try:
             return np.asarray(np.load(io.BytesIO(raw), allow_pickle=False))
-        except (ValueError, EOFError) as error:
+        except _DAMAGED as error:
             raise Refusal(f"{where}: routes are a damaged .npy: {error}") from None
     if rows is None:
         raise Refusal(f"{where}: routes without a shape, in two parts: their rows cannot be told apart")

@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_rl.data.columns import converted
 from olmo_rl.data.json_lines import parse_line
 from olmo_rl.data.metadata import sampling_of
 from olmo_rl.rollouts.importers.foreign import ForeignSample, ReadOptions, located, text_of, unknown_fields
 from olmo_rl.rollouts.wire import Completion, RouteAxis, completions_of, version_of
-from olmo_rl.types import Refusal
+from olmo_rl.types import Kind, Refusal, Sampling
 
 RECORD = (
     "response",
@@ -81,6 +82,10 @@ def join_turns(turns: Sequence[Completion], *, where: str = "conversation") -> C
             routes.append(turn.routes[max(0, len(so_far) - 1) :])
         so_far = np.concatenate([turn.prompt, turn.tokens])
     recorded = len(routes) == len(turns)
+    routes = [part for part in routes if len(part)] or routes[:1]
+    if len({part.shape[1:] for part in routes}) > 1:
+        axes = ", ".join(str(part.shape[1:]) for part in routes)
+        raise Refusal(f"{where}: routes of the turns have (layers, top_k) {axes}: record all turns alike")
     versions = [turn.policy_version for turn in turns if turn.policy_version is not None]
     return Conversation(
         tokens=so_far,
@@ -109,6 +114,8 @@ def read_completions(path: Path, *, options: ReadOptions) -> Iterator[ForeignSam
             raise Refusal(f"{where}: {type(record).__name__} instead of an object")
         wrapped = "response" in record or "turns" in record
         with located(where):
+            if "response" in record and "turns" in record:
+                raise Refusal("response and turns exclude each other: keep one of them")
             yield from _line(
                 record if wrapped else {"response": record}, where=where, line=number, axis=options.axis
             )
@@ -118,6 +125,8 @@ def _line(
     record: Mapping[str, Any], *, where: str, line: int, axis: RouteAxis | None
 ) -> Iterator[ForeignSample]:
     if "turns" in record:
+        if record.get("prompt_token_ids") is not None:
+            raise Refusal("prompt_token_ids beside turns: each turn has its own, move them into its answer")
         answers = [
             _only(body, axis=axis, where=f"{where}, turn {i}") for i, body in enumerate(_turns(record))
         ]
@@ -126,13 +135,18 @@ def _line(
         prompt = record.get("prompt_token_ids")
         found = completions_of(record["response"], axis=axis, prompt=prompt, where=where)
         samples = [join_turns([one], where=where) for one in found]
+        if not samples:
+            yield ForeignSample(where=where, left_out="no choices")
     body = record["turns"][0] if "turns" in record else record["response"]
     name, alone = _name(record, body=body, line=line), len(samples) == 1
-    sampling = sampling_of(record.get("sampling") or {}, where=where)
+    given = record.get("sampling")
+    sampling = Sampling() if given is None else sampling_of(given, where=where)
     for number, sample in enumerate(samples):
         at = where if alone else f"{where}, choice {number}"
         group = record.get("group_id")
-        version = version_of(record.get("policy_version"))
+        version = record.get("policy_version")
+        if version is not None and version_of(version) is None:
+            raise Refusal(f"policy_version is {version!r:.80}: it counts optimizer steps, from 0")
         yield ForeignSample(
             where=at,
             values={
@@ -143,7 +157,7 @@ def _line(
                 "behavior_logprobs": np.where(sample.response_mask, sample.logprobs, np.float32(0)),
                 "reward": _reward(record, number=number, count=len(samples), where=at),
                 "routes": sample.routes,
-                "policy_version": sample.policy_version if version is None else version,
+                "policy_version": sample.policy_version if version is None else version_of(version),
                 "finish_reason": sample.finish_reason,
                 "prompt": text_of(record.get("prompt")),
             },
@@ -179,7 +193,7 @@ def _why_left_out(sample: Conversation) -> str | None:
 
 def _name(record: Mapping[str, Any], *, body: Any, line: int) -> str:
     if record.get("sample_id") is not None:
-        return str(record["sample_id"])
+        return str(converted(record["sample_id"], kind=Kind.name, name="sample_id"))
     given = body.get("id") if isinstance(body, Mapping) else None
     return str(given) if given is not None else f"line-{line}"
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from olmo_rl.config import ImportsConfig
 from olmo_rl.data.columns import converted
 from olmo_rl.data.files import read_collection
+from olmo_rl.data.metadata import sampling_of
 from olmo_rl.data.validation import check_layout, check_sample, checked_routes, without_surplus
 from olmo_rl.rollouts.importers.engine_answers import read_completions
 from olmo_rl.rollouts.importers.foreign import ForeignSample, Reader, ReadOptions, located
@@ -30,6 +31,7 @@ from olmo_rl.rollouts.wire import RouteAxis, decode_routes
 from olmo_rl.types import FIELDS, Collection, ExpertLayout, Kind, Refusal, Sample, Sampling
 from olmo_rl.user_code import load
 
+_YIELDED = "olmo_rl.rollouts.importers.ForeignSample"
 _REPORTED = 20  # faults named one by one; the rest is counted
 _EXAMPLES = 5  # samples named for each kind of suspicion
 _LACKING = ("group", "reward", "policy_version")  # fields that recordings often lack, for the report
@@ -202,7 +204,7 @@ def import_file(
 
 def _agree(settings: dict[str, tuple[float, str]], record: ForeignSample, *, declared: Sampling) -> None:
     """Enter the sampling settings of the record, which all samples of a file share."""
-    for name, value in record.sampling.known().items():
+    for name, value in sampling_of(record.sampling.known(), where=record.where).known().items():
         given = declared.known().get(name, value)
         if given != value:
             raise Refusal(f"sampled with {name}={value}, but imports.sampling.{name}={given}: leave it null")
@@ -213,12 +215,11 @@ def _agree(settings: dict[str, tuple[float, str]], record: ForeignSample, *, dec
 
 def _grouped(found: Iterable[ForeignSample], *, size: int | None) -> Iterator[ForeignSample]:
     """Groups by position where the configuration asks for them: `size` consecutive records are one group."""
+    if not isinstance(found, Iterable):
+        raise Refusal(f"imports.source: its function returns {type(found).__name__}, expected {_YIELDED}s")
     for position, record in enumerate(found):
         if not isinstance(record, ForeignSample):
-            raise Refusal(
-                f"imports.source: its function yields {type(record).__name__}, expected "
-                "olmo_rl.rollouts.importers.ForeignSample"
-            )
+            raise Refusal(f"imports.source: its function yields {type(record).__name__}, expected {_YIELDED}")
         if size is not None:
             record.values["group"] = f"group-{position // size}"
         yield record
@@ -287,20 +288,21 @@ def _sample(values: Mapping[str, Any]) -> Sample:
 
 def _on_host(routes: Any) -> Any:
     """A tensor as an array; anything else as it is."""
-    return routes.numpy() if hasattr(routes, "numpy") else routes
+    try:
+        return routes.numpy() if hasattr(routes, "numpy") else routes
+    except (RuntimeError, TypeError) as error:
+        raise Refusal(f"routes are a tensor that no array holds: {str(error).splitlines()[0]}") from None
 
 
 def _reward(value: Any, *, options: ImportsConfig) -> float | None:
     """A reward that is a number, or the entry `imports.reward_key` of one that is a mapping."""
     key = options.reward_key
     if isinstance(value, Mapping):
+        entries = ", ".join(sorted(map(repr, value)))
         if key is None:
-            raise Refusal(
-                f"reward is a mapping of {', '.join(map(repr, sorted(value)))}: choose one with "
-                "imports.reward_key"
-            )
+            raise Refusal(f"reward is a mapping of {entries}: choose one with imports.reward_key")
         if key not in value:
-            raise Refusal(f"reward has no entry imports.reward_key={key}, it has {sorted(value)}")
+            raise Refusal(f"reward has no entry imports.reward_key={key}, it has {entries}")
         value = value[key]
     if value is None:
         return options.default_reward

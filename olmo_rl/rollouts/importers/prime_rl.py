@@ -132,7 +132,7 @@ def read_batch(path: Path, *, options: ReadOptions) -> Iterator[ForeignSample]:
     del options  # routes are decoded by the importer
     try:
         batch = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
-    except (msgpack.UnpackException, ValueError) as error:
+    except (msgpack.UnpackException, TypeError, ValueError) as error:  # TypeError: a key that has no hash
         raise Refusal(f"{path}: not one whole msgpack value ({error}): is the file cut?") from None
     if isinstance(batch, list) and batch and all(map(_is_micro_batch, batch)):
         raise Refusal(

@@ -12,6 +12,7 @@ and `rollout_id`: each is a sample of its own.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -66,6 +67,20 @@ EXPECTED = (  # in every dump, and not needed for training
     "mopd_teacher_log_probs",
     "rollout_top_p_token_offsets",
 )
+# Whatever the unpickler meets first in a file whose bytes were cut or changed.
+_DAMAGED = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 FINISHED = {"completed": "stop", "truncated": "length"}
 
 
@@ -84,9 +99,9 @@ def read_dump(path: Path, *, options: ReadOptions) -> Iterator[ForeignSample]:
             if not isinstance(record, Mapping):
                 raise Refusal(f"{type(record).__name__} instead of the fields of a sample")
             sample = _sample(record, where=where)
-        trajectory = (record.get("index"), record.get("rollout_id"))
+            trajectory = (_id(record, name="index"), _id(record, name="rollout_id"))
         if trajectory[0] is not None:
-            name = str(trajectory[0]) if rollout is None else f"{rollout}:{trajectory[0]}"
+            name = trajectory[0] if rollout is None else f"{rollout}:{trajectory[0]}"
             later = siblings[trajectory] if trajectory[1] is not None else 0
             sample.values["id"] = f"{name}.{later}" if later else name
             siblings[trajectory] += 1
@@ -110,7 +125,7 @@ def _load(path: Path) -> Any:
             f"{path}: the file needs more than plain values and arrays to be read, which could run its "
             f"author's code ({reason}): save samples as dictionaries (Sample.to_dict)"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except _DAMAGED as error:
         raise Refusal(f"{path}: not a file of torch.save, or a cut one ({error})") from None
 
 
@@ -134,7 +149,8 @@ def _sample(record: Mapping[str, Any], *, where: str) -> ForeignSample:
             "rollout_top_p_token_ids: tokens were drawn from a truncated nucleus, and their log-probs are of "
             "that distribution: generate with top_p=1"
         )
-    removed = bool(record.get("remove_sample"))
+    removed = record.get("remove_sample")
+    removed = removed is not None and converted(removed, kind=Kind.flag, name="remove_sample")
     generated = _over_response(record, name="loss_mask", kind=Kind.mask, length=length)
     if generated is None or (removed and not generated.any()):
         generated = np.ones(length, dtype=bool)
@@ -155,10 +171,18 @@ def _sample(record: Mapping[str, Any], *, where: str) -> ForeignSample:
             "finish_reason": FINISHED[status],
             "prompt": text_of(record.get("prompt")),
             "response": text_of(record.get("response")),
-            "has_placeholders": any(record.get(n) for n in ("multimodal_inputs", "multimodal_train_inputs")),
+            "has_placeholders": any(
+                record.get(name) is not None and len(record[name]) > 0
+                for name in ("multimodal_inputs", "multimodal_train_inputs")
+            ),
         },
         ignored=unknown_fields(record, known=(*READ, *EXPECTED)),
     )
+
+
+def _id(record: Mapping[str, Any], *, name: str) -> str | None:
+    value = record.get(name)
+    return None if value is None else str(converted(value, kind=Kind.name, name=name))
 
 
 def _over_response(record: Mapping[str, Any], *, name: str, kind: Kind, length: int) -> NDArray[Any] | None:
