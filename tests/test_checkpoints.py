@@ -13,16 +13,20 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch import Tensor
 from training_cases import MODEL, Run, config_of, files, fit, identical, masked, samples_of, write_files
 
 from olmo_rl.config import (
     BatchConfig,
+    BlockNorms,
     CallbacksConfig,
     Config,
     OptimConfig,
+    OptimizerKind,
     PackingConfig,
     PackingKind,
     RolloutsConfig,
+    ScheduleKind,
     Source,
     TrainerConfig,
 )
@@ -130,6 +134,80 @@ def test_the_first_update_of_a_resumed_process_is_checked_again(
     assert decisions == ["checked", "skipped", "skipped", "skipped"]
     decisions = [event["decision"] for event in halves[1].events("scoring")]
     assert decisions == ["checked", "skipped", "checked", "skipped"]
+
+
+def moments(run: Run, name: str) -> dict[str, Tensor]:
+    """State `name` of the optimizer by parameter."""
+    state = run.trainer.optimizers[0].state
+    return {key: state[p][name].clone() for key, p in run.module.policy.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_muon_run_resumed_inside_its_schedule_ends_like_the_straight_one(
+    tmp_path: Path, tied: bool
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    optim = OptimConfig(
+        kind=OptimizerKind.muon,
+        lr=1e-2,
+        warmup_steps=1,
+        weight_decay=0.1,
+        decay_embeddings=True,
+        schedule=ScheduleKind.wsd,
+        decay_fraction=0.5,
+    )
+    config = file_config(tmp_path / "run", updates=4, optim=optim, model=replace(MODEL, tie_embeddings=tied))
+    straight = fit(config)
+    middle = str(tmp_path / "run" / "checkpoints" / "step-2")  # where the rate starts to fall
+    branch = fit(resumed(replace(config, run_dir=str(tmp_path / "branch")), updates=4, path=middle))
+    assert identical(branch.weights, straight.weights)
+    for key, parameter in branch.module.policy.named_parameters():
+        state = branch.trainer.optimizers[0].state[parameter]
+        same = dict(straight.module.policy.named_parameters())[key]
+        assert identical(state, straight.trainer.optimizers[0].state[same]), key
+    rates = [row["optim/lr"] for row in straight.rows]
+    assert rates == pytest.approx([0.01, 0.01, 0.01, 0.005])
+    assert [row["optim/lr"] for row in branch.rows] == rates[2:]
+
+
+def test_a_longer_run_resumes_with_the_rates_of_its_own_schedule(tmp_path: Path) -> None:
+    write_files(tmp_path, files(FILES))
+    optim = OptimConfig(lr=1e-2, warmup_steps=0, schedule=ScheduleKind.linear)
+    config = file_config(tmp_path, updates=2, optim=optim)
+    fit(config)
+    rates = [row["optim/lr"] for row in fit(resumed(config, updates=4)).rows]
+    assert rates == pytest.approx([0.01, 0.005, 0.005, 0.0025]), "the third was 0, the end of the shorter run"
+
+
+def test_a_resumed_run_takes_the_settings_of_its_optimizer_from_its_own_configuration(
+    tmp_path: Path,
+) -> None:
+    write_files(tmp_path, files(FILES))
+    config = file_config(tmp_path, updates=2, optim=OptimConfig(lr=1e-2, warmup_steps=0))
+    first = fit(config)
+    means = moments(first, "exp_avg")
+    other = OptimConfig(lr=1e-3, warmup_steps=0, weight_decay=0.5, beta1=0.5, beta2=0.75, eps=1e-3)
+    second = fit(replace(resumed(config, updates=3), optim=other))
+    assert [row["optim/lr"] for row in second.rows] == pytest.approx([0.01, 0.01, 0.001])
+    (gradients,), (before,) = second.recorder.gradients, second.recorder.weights
+    assert identical(before, first.weights)
+    now, squares = moments(second, "exp_avg"), moments(second, "exp_avg_sq")
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(now[name], 0.5 * means[name] + 0.5 * gradient)
+        step = now[name] / (1 - 0.5**3) / ((squares[name] / (1 - 0.75**3)).sqrt() + 1e-3)
+        decay = 0.5 if name.endswith(".w2_EDF") else 0.0
+        if decay > 0 or name == "norm.weight":
+            want = before[name] * (1 - 1e-3 * decay) - 1e-3 * step
+            torch.testing.assert_close(second.weights[name], want, rtol=1e-6, atol=1e-8)
+
+
+def test_a_run_that_resumes_with_another_optimizer_or_model_is_refused(straight: Run, tmp_path: Path) -> None:
+    config = replace(straight.config, run_dir=str(tmp_path))
+    last = resumed(config, updates=5, path=str(complete_checkpoints(straight.config.run_dir)[-1]))
+    with pytest.raises(Refusal, match=r"optim\.kind ckpt_path=.*has no .*momentum_buffer .*init_from"):
+        fit(replace(last, optim=replace(OPTIM, kind=OptimizerKind.muon)))
+    with pytest.raises(Refusal, match=r"ckpt_path=.*layers\.0\.ffn_norm\.weight"):
+        fit(replace(last, model=replace(MODEL, block_norms=BlockNorms.after)))
 
 
 def test_the_optimizer_groups_dense_weights_and_routed_experts_in_every_topology() -> None:

@@ -167,14 +167,25 @@ def load_weights(decoder: HybridDecoder, path: str, *, key: str = "init_from") -
     """
     if is_hf_directory(path) and (reasons := disagreements(decoder.config, directory=path, key=key)):
         raise Refusal(reasons)
-    parameters = dict(decoder.named_parameters())
     with open_weights(path, key=key) as stored:
-        refuse_mismatches(
-            {name: parameter.shape for name, parameter in parameters.items()},
-            untied(stored.shapes, model=decoder.config),
-            where=f"{key}={path}",
-        )
-        stored.fill(parameters)
+        _refuse_another_model(stored, decoder=decoder, where=f"{key}={path}")
+        stored.fill(dict(decoder.named_parameters()))
+
+
+def check_weights(decoder: HybridDecoder, path: str, *, key: str) -> None:
+    """Refuse stored weights of another model than the decoder's, by name. `key` is the configuration key that
+    refusals name. No collective.
+    """
+    with open_weights(path, key=key) as stored:
+        _refuse_another_model(stored, decoder=decoder, where=f"{key}={path}")
+
+
+def _refuse_another_model(stored: StoredWeights, *, decoder: HybridDecoder, where: str) -> None:
+    refuse_mismatches(
+        {name: parameter.shape for name, parameter in decoder.named_parameters()},
+        untied(stored.shapes, model=decoder.config),
+        where=where,
+    )
 
 
 def read_weights(path: str) -> dict[str, Tensor]:

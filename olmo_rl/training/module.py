@@ -114,7 +114,19 @@ class PolicyModule(LightningModule):
     @override
     def on_train_start(self) -> None:
         self._watch = Stopwatch(self.device)
+        self._set_rates()
         self.publish_weights()
+
+    def _set_rates(self) -> None:
+        """Set the learning rates of the next update, which follow from the configuration and the number of
+        updates alone: a resumed run has those of its own schedule, whatever its checkpoint contains.
+        """
+        optim, groups = self.config.optim, self.trainer.optimizers[0].param_groups
+        factor = rate_factor(optim, total=self.config.trainer.max_steps)
+        scheduler = cast(torch.optim.lr_scheduler.LRScheduler, self.lr_schedulers())
+        scheduler.base_lrs = [optim.lr for _ in groups]
+        for group in groups:
+            group["lr"] = optim.lr * factor(self.trainer.global_step)
 
     @override
     def on_predict_start(self) -> None:

@@ -9,7 +9,7 @@ decoder on a pack.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -39,7 +39,8 @@ from olmo_rl.policy.compiling import GraphLog, compile_regions
 from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder, require_context
 from olmo_rl.policy.logprobs import LogprobRequest
 from olmo_rl.policy.loss import ScoredSlots
-from olmo_rl.types import Topology
+from olmo_rl.policy.weights import check_weights
+from olmo_rl.types import Refusal, Topology
 
 T = TypeVar("T")
 
@@ -120,20 +121,23 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Weights and optimizers from the shards, whatever topology wrote them; returns everything else.
+        """Weights and optimizer state from the shards, whatever topology wrote them; returns everything else.
 
-        Lightning's own refuses a model that is not sharded, which one process is. A collective of all ranks.
+        Settings of an optimizer, such as rates and decay, stay those of this run's configuration. Lightning's
+        own function refuses a model that is not sharded, which one process is. A collective of all ranks.
         """
         del weights_only  # a checkpoint of ours holds plain values beside its shards
         path = Path(self.broadcast(checkpoint_path))
         assert self.model is not None
+        check_weights(cast(Any, self.lightning_module).decoder, str(path), key="ckpt_path")
         weights = {"state_dict": get_model_state_dict(self.model)}
         dcp.load(weights, checkpoint_id=path)
         set_model_state_dict(self.model, weights["state_dict"])
         for index, optimizer in enumerate(self.optimizers):
-            state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer)}
-            dcp.load(state, checkpoint_id=path)
-            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{index}"])
+            own = get_optimizer_state_dict(self.model, optimizer)
+            _refuse_another_optimizer(own["state"], prefix=f"optimizer_{index}.state", path=path)
+            dcp.load({f"optimizer_{index}": {"state": own["state"]}}, checkpoint_id=path)  # in place
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=own)
         return cast(dict[str, Any], torch.load(path / "meta.pt", weights_only=True))
 
     def forward_pack(
@@ -182,6 +186,20 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value)
         return gathered
+
+
+def _refuse_another_optimizer(state: Mapping[str, Any], *, prefix: str, path: Path) -> None:
+    """Refuse a checkpoint without the optimizer state that this run continues: `state` by parameter, stored
+    under names with `prefix`.
+    """
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    wanted = [f"{prefix}.{name}.{part}" for name, parts in state.items() for part in parts]
+    absent = [name for name in wanted if name not in stored]
+    if absent:
+        raise Refusal(
+            f"optim.kind ckpt_path={path}: the checkpoint has no {absent[0]} ({len(absent)} such), its run "
+            "used another optimizer: set the optim.kind of that run, or start a new run with init_from"
+        )
 
 
 def cluster_environment() -> ClusterEnvironment:
