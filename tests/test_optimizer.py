@@ -20,6 +20,7 @@ from olmo_rl.training.optimizer import (
     ITERATIONS,
     QUINTIC,
     build_optimizer,
+    muon_direction,
     orthogonalized,
     parameter_groups,
     rate_factor,
@@ -138,6 +139,7 @@ OPTIMIZERS = {
         kind=OptimizerKind.muon,
         lr=3e-3,
         warmup_steps=0,
+        eps=1e-5,
         weight_decay=0.2,
         muon_momentum=0.9,
         schedule=ScheduleKind.linear,
@@ -189,6 +191,12 @@ def test_directions_are_semi_orthogonal_matrix_by_matrix(shape: tuple[int, ...])
     if len(shape) == 3:
         for one, whole in zip(matrices, got, strict=True):
             torch.testing.assert_close(orthogonalized(one), whole, rtol=0, atol=1e-6)
+
+
+def test_a_direction_is_scaled_by_the_sides_of_its_matrix_however_many_experts_there_are() -> None:
+    experts = torch.randn(9, 4, 2, generator=torch.Generator().manual_seed(3))
+    got = muon_direction(experts)
+    torch.testing.assert_close(got, 0.2 * 2.0 * orthogonalized(experts), rtol=1e-6, atol=1e-7)
 
 
 def test_zero_gradients_give_zero_directions() -> None:
