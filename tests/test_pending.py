@@ -14,12 +14,19 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from test_checkpoints import SignalDuringUpdate, check_same_end, file_config, names, resumed
-from training_cases import Run, fit, identical, masked, samples_of, write_files
+from training_cases import LAYOUT, Run, fit, identical, masked, samples_of, write_files
 
-from olmo_rl.collections.pending import Pending, sample_of_state, sample_state
+from olmo_rl.collections.pending import (
+    Pending,
+    anchors_by_sample,
+    anchors_of_pack,
+    sample_of_state,
+    sample_state,
+)
 from olmo_rl.config import BatchConfig, PackingConfig, PackingKind, RolloutsConfig, Source
+from olmo_rl.data.collate import collate
 from olmo_rl.run_directory import complete_checkpoints
-from olmo_rl.types import Refusal, Sample
+from olmo_rl.types import Refusal, Sample, Topology
 
 HALVES = BatchConfig(samples_per_step=4)  # two updates a file
 LOCAL: dict[str, Any] = {
@@ -73,6 +80,15 @@ def test_a_sample_comes_back_with_every_field_and_type(tmp_path: Path) -> None:
                 assert np.array_equal(mine, theirs), entry.name
             else:
                 assert mine == theirs, entry.name
+
+
+def test_anchors_find_their_samples_in_packs_of_any_order() -> None:
+    first, second, third = samples_of(((2, 3), (1, 2), (3, 1)))
+    whole = collate([third, first, second], layout=LAYOUT, topology=Topology(1))
+    anchors = anchors_by_sample([whole], anchors=[torch.arange(6.0)])
+    other = collate([second, third], layout=LAYOUT, topology=Topology(1))
+    assert anchors_of_pack(other, anchors=anchors).tolist() == [4.0, 5.0, 0.0]
+    assert anchors_of_pack(whole, anchors=anchors).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_a_generated_collection_resumes_after_every_update(tmp_path: Path) -> None:
