@@ -226,6 +226,17 @@ class PublicationKind(Choice):
     collective = "collective", "a broadcast from rank 0"
 
 
+class PauseMode(Choice):
+    keep = "keep", "they go on with the new weights"
+    wait = "wait", "they end first (vLLM only)"
+    abort = "abort", "they are aborted and asked again"
+
+
+class EngineApi(Choice):
+    vllm = "vllm", "that of vLLM 0.32.0"
+    sglang = "sglang", "that of SGLang 0.5.23"
+
+
 class OnVerifierFailure(Choice):
     refuse = "refuse", "the run ends and names the problem"
     leave_out = "leave_out", "the sample is not trained"
@@ -496,6 +507,12 @@ class RolloutsConfig:
     publication: PublicationKind = key(
         PublicationKind.directory, "vllm, sglang: how engines get new weights", needs=_ENGINES
     )
+    pause: PauseMode = key(
+        PauseMode.keep, "vllm, sglang: what happens to requests in flight when weights change", needs=_ENGINES
+    )
+    token: str | None = key(
+        None, "vllm, sglang: sent as bearer token; the run directory keeps it in plain text", needs=_ENGINES
+    )
     engine_ranks: int = key(
         1,
         "publication=collective: GPUs of one engine, tp x dp of SGLang",
@@ -543,6 +560,10 @@ class ServeConfig:
 
     host: str = key("127.0.0.1", "address to listen on", needs=_SERVES)
     port: int = key(8000, "0 = any free one, which is printed", min=0, max=65535, needs=_SERVES)
+    api: EngineApi = key(EngineApi.vllm, "whose routes and fields it imitates", needs=_SERVES)
+    token: str | None = key(
+        None, "bearer token that every request but /health needs, null = none", needs=_SERVES
+    )
 
 
 @dataclass(kw_only=True, slots=True)

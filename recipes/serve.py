@@ -5,17 +5,32 @@ It holds the weights of `init_from`, or waits for a trainer to publish some. Ctr
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 from aiohttp import web
 
-from olmo_rl.config import Config
+from olmo_rl.config import Config, EngineApi
 from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.hf.export import engine_pieces
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.weights import parameter_shapes, read_weights
 from olmo_rl.rollouts.collective import Arrivals
 from olmo_rl.rollouts.server import EngineServer
+from olmo_rl.rollouts.server_sglang import SglangApi
+from olmo_rl.rollouts.server_vllm import VllmApi
+from olmo_rl.rollouts.wire import RouteAxis
 from olmo_rl.types import Refusal
+
+ANSWER_SECONDS = 0.5  # for the requests that a dead loop leaves, before the process ends
+
+
+def _leave() -> None:
+    raise web.GracefulExit
+
+
+def _leave_soon() -> None:
+    asyncio.get_running_loop().call_later(ANSWER_SECONDS, _leave)
 
 
 def run(config: Config) -> None:
@@ -24,11 +39,16 @@ def run(config: Config) -> None:
     engine = LocalEngine(config.model, device=device)
     if config.init_from is not None:
         engine.publish(read_weights(config.init_from), 0)
+    layout = config.model.expert_layout
     server = EngineServer(
-        engine,
+        engine=engine,
+        api=VllmApi() if config.serve.api is EngineApi.vllm else SglangApi(),
         tokenizer=fitting_tokenizer(config.model),
         load=read_weights,
         arrivals=Arrivals(engine_pieces(config.model), shapes=parameter_shapes(config.model)),
+        axis=None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types)),
+        token=config.serve.token,
+        on_failure=_leave_soon,
     )
     host, port = config.serve.host, config.serve.port
 
@@ -38,6 +58,15 @@ def run(config: Config) -> None:
             print(text.splitlines()[0].strip("= "), flush=True)
 
     try:
-        web.run_app(server.application(), host=host, port=port, print=announce, access_log=None)
+        web.run_app(
+            server.application(),
+            host=host,
+            port=port,
+            print=announce,
+            access_log=None,
+            handler_cancellation=True,  # what a client that left had asked for is dropped
+        )
     except OSError as error:
         raise Refusal(f"serve.host={host} serve.port={port}: cannot listen there ({error})") from error
+    if server.failure is not None:
+        raise RuntimeError("the loop that generates ended") from server.failure

@@ -341,6 +341,9 @@ class Engines:
             raise Refusal("no engine could be updated")
         self.published[version] = path
 
+    def hold(self) -> None:
+        """No request is under way."""
+
     def adopt(self, path: str, version: int, *, versions: dict[str, int | None]) -> None:
         assert versions == {"http://engine": version}
         self.adopted[version] = path

@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from olmo_rl.policy.weights import parameter_shapes
 from olmo_rl.rollouts.collective import Arrivals
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.server import EngineServer
+from olmo_rl.rollouts.server_sglang import SglangApi
+from olmo_rl.rollouts.server_vllm import VllmApi
 from olmo_rl.rollouts.wire import RouteAxis
 
 MODEL = ModelConfig(
@@ -58,7 +61,11 @@ def local_engine(*, seed: int | None = None, version: int = 0) -> LocalEngine:
 
 
 def server_of(
-    engine: LocalEngine, *, shelf: Mapping[str, Mapping[str, Tensor]] | None = None
+    engine: LocalEngine,
+    *,
+    shelf: Mapping[str, Mapping[str, Tensor]] | None = None,
+    api: Source = Source.vllm,
+    token: str | None = None,
 ) -> EngineServer:
     """The real server; `shelf`: weights by the path that a publication names."""
 
@@ -67,8 +74,15 @@ def server_of(
             raise FileNotFoundError(f"{path}: no such weights")
         return shelf[path]
 
-    arrivals = Arrivals(engine_pieces(MODEL), shapes=parameter_shapes(MODEL))
-    return EngineServer(engine, tokenizer=ByteTokenizer(), load=load, arrivals=arrivals)
+    return EngineServer(
+        engine=engine,
+        api=VllmApi() if api is Source.vllm else SglangApi(),
+        tokenizer=ByteTokenizer(),
+        load=load,
+        arrivals=Arrivals(engine_pieces(MODEL), shapes=parameter_shapes(MODEL)),
+        axis=AXIS,
+        token=token,
+    )
 
 
 @contextmanager
@@ -76,7 +90,8 @@ def listening(application: web.Application, *, port: int = 0) -> Iterator[str]:
     """The address of an application while the block runs."""
     loop, started = asyncio.new_event_loop(), threading.Event()
     address: list[str] = []
-    runner = web.AppRunner(application, shutdown_timeout=0.1)  # what is under way is cut off
+    # Requests under way are cut off at the end, those of clients that left at once, as in recipe=serve.
+    runner = web.AppRunner(application, shutdown_timeout=0.1, handler_cancellation=True)
 
     async def start() -> None:
         await runner.setup()
@@ -103,32 +118,96 @@ def listening(application: web.Application, *, port: int = 0) -> Iterator[str]:
 Reply = Callable[[dict[str, Any]], Any]
 
 
-def stand_in(reply: Reply, *, calls: list[tuple[str, Any]] | None = None) -> web.Application:
+@dataclass(kw_only=True, slots=True, eq=False)
+class StandIn:
     """A server whose completions are what `reply` makes of the request: a body, or (status, body). Control
-    calls succeed; `calls` notes every path with its body.
+    calls
+    accept what the real program accepts. `label`: its weight version; `calls`: every POST with its body;
+    `flushes`: whether caches can be reset; `reads_weights`: whether updates succeed.
     """
 
-    async def any_post(request: web.Request) -> web.Response:
-        body = await request.json()
-        if calls is not None:
-            calls.append((request.path, body))
+    reply: Reply
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    api: Source = Source.vllm
+    program: str | None = None
+    label: str = "default"
+    health: int = 200
+    flushes: bool = True
+    reads_weights: bool = True
+
+    def application(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._get)
+        app.router.add_post("/{path:.*}", self._post)
+        return app
+
+    @property
+    def loads(self) -> list[str]:
+        """The paths that it was asked to load, in order."""
+        vllm = [body["kwargs"]["weights_path"] for path, body in self.calls if path == "/collective_rpc"]
+        sglang = [body["model_path"] for path, body in self.calls if path == "/update_weights_from_disk"]
+        return vllm + sglang
+
+    async def _get(self, request: web.Request) -> web.Response:
+        sglang = self.api is Source.sglang
+        program = self.program or ("0.5.23" if sglang else "0.32.0")
+        answers: dict[str, Any] = {
+            "/v1/models": {"data": [{"id": "policy"}]},
+            "/server_info" if sglang else "/version": {"version": program},
+            "/model_info" if sglang else "/weight_info": {"weight_version": self.label},
+        }
+        if request.path == "/health":
+            return web.Response(status=self.health)
+        if request.path not in answers:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response(answers[request.path])
+
+    async def _post(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.body_exists else None
         if request.path != "/v1/completions":
-            return web.json_response({"success": True})
-        answer = reply(body)
+            self.calls.append((request.path_qs, body))
+            return self._control(request, body)
+        answer = self.reply(body)
         if asyncio.iscoroutine(answer):
             answer = await answer
+        if isinstance(answer, web.Response):
+            return answer
         status, answer = answer if isinstance(answer, tuple) else (200, answer)
-        if isinstance(answer, str):
-            return web.Response(text=answer, status=status)
+        if isinstance(answer, bytes | str):
+            return web.Response(body=answer, status=status)
         return web.json_response(answer, status=status)
 
-    async def any_get(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "policy"}]})
+    def _control(self, request: web.Request, body: Any) -> web.Response:
+        failed = web.json_response({"success": False, "message": "out of memory"}, status=400)
+        if self.api is Source.sglang:
+            if request.path == "/update_weights_from_disk" and isinstance(body["weight_version"], str):
+                if not self.reads_weights:
+                    return failed
+                self.label = body["weight_version"]
+                return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+            if request.path == "/flush_cache":
+                return web.Response(text="flushed", status=200 if self.flushes else 400)
+            known = {"/pause_generation": {"abort", "retract", "in_place"}, "/continue_generation": {None}}
+            good = isinstance(body, dict) and body.get("mode") in known.get(request.path, ())
+            return web.json_response({"status": "ok"}, status=200 if good else 404)
+        if request.path == "/collective_rpc":
+            kwargs = set(body["kwargs"]) - {"weights_iterator", "weights_path", "is_checkpoint_format"}
+            return web.json_response(
+                {"results": [None]}, status=500 if kwargs or not self.reads_weights else 200
+            )
+        if request.path == "/update_weight_version":
+            good = isinstance(body.get("new_version"), str)
+            self.label = body["new_version"] if good else self.label
+            return web.json_response({"success": good}, status=200 if good else 400)
+        if request.path == "/reset_prefix_cache":
+            return web.json_response({"success": self.flushes})
+        good = request.path == "/resume" or request.query.get("mode") in ("keep", "wait", "abort")
+        return web.json_response({"status": "ok"}, status=200 if good else 404)
 
-    app = web.Application()
-    app.router.add_post("/{path:.*}", any_post)
-    app.router.add_get("/{path:.*}", any_get)
-    return app
+
+def stand_in(reply: Reply, *, calls: list[tuple[str, Any]] | None = None, **settings: Any) -> web.Application:
+    """The application of a StandIn."""
+    return StandIn(reply=reply, calls=[] if calls is None else calls, **settings).application()
 
 
 @contextmanager
@@ -137,7 +216,7 @@ def client_of(
 ) -> Iterator[RemoteEngine]:
     """A client of these servers."""
     config = RolloutsConfig(source=source, urls=list(urls), **{"timeout_seconds": BOUND_SECONDS, **settings})
-    remote = RemoteEngine(config, axis=axis)
+    remote = RemoteEngine(config, axis=axis, vocab_size=MODEL.vocab_size)
     try:
         yield remote
     finally:

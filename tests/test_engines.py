@@ -35,7 +35,8 @@ from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts import control
 from olmo_rl.rollouts.collective import Arrivals, address_for, join, own_store
 from olmo_rl.rollouts.control import Engine
-from olmo_rl.rollouts.engines import REST_SECONDS, RemoteEngine
+from olmo_rl.rollouts.engines import RemoteEngine
+from olmo_rl.rollouts.fleet import REST_SECONDS
 from olmo_rl.rollouts.wire import completions_of
 from olmo_rl.types import Refusal
 
@@ -56,7 +57,7 @@ def test_greedy_answers_over_http_are_those_of_the_engine_itself() -> None:
     for source in (Source.vllm, Source.sglang):
         served = local_engine()
         with (
-            listening(server_of(served, shelf=shelf).application()) as url,
+            listening(server_of(served, shelf=shelf, api=source).application()) as url,
             client_of(url, source=source) as remote,
         ):
             remote.publish("step-7", 7)
@@ -98,7 +99,7 @@ def test_the_openai_client_drives_the_server() -> None:
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 16)
         found = completions_of(answer.model_dump(), axis=AXIS)
         assert [completion.prompt.tolist() for completion in found] == [[65, 66], [65, 66], [67], [67]]
-        assert all(completion.policy_version == 3 for completion in found)
+        assert all(completion.policy_version is None for completion in found), "as the real one"
         assert all(completion.routes is not None for completion in found)
         assert len({tuple(completion.tokens.tolist()) for completion in found}) == 4
         text = client.completions.create(model="policy", prompt="hello", max_tokens=2, temperature=0)
@@ -156,28 +157,30 @@ def test_a_request_that_makes_no_sense_is_answered_with_400_and_the_server_lives
         assert post(json.dumps({"prompt": "a", "max_tokens": 1}).encode()) == 200
 
 
-def test_an_update_is_pause_update_flush_resume_and_a_failed_one_bumps_no_version() -> None:
+def test_an_update_is_pause_update_version_resume_and_a_failed_one_changes_no_version() -> None:
     calls: list[tuple[str, Any]] = []
-    with listening(stand_in(lambda body: {}, calls=calls)) as url, client_of(url) as remote:
+    with listening(stand_in(answer_of, calls=calls)) as url, client_of(url) as remote:
         remote.publish("step-4", 4)
-        assert [path for path, _ in calls] == ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
-        assert calls[1][1] == {
-            "method": "reload_weights",
-            "kwargs": {"weights_path": "step-4", "weight_version": 4},
-        }
+    assert calls == [
+        ("/pause?mode=keep", None),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "step-4"}}),
+        ("/update_weight_version", {"new_version": "4"}),
+        ("/resume", None),
+    ]
     calls.clear()
     with (
-        listening(stand_in(lambda body: {}, calls=calls)) as url,
+        listening(stand_in(answer_of, calls=calls, api=Source.sglang)) as url,
         client_of(url, source=Source.sglang) as remote,
     ):
         remote.publish("step-4", 4)
-        assert [path for path, _ in calls] == [
-            "/pause_generation",
+    assert calls == [
+        ("/pause_generation", {"mode": "in_place"}),
+        (
             "/update_weights_from_disk",
-            "/flush_cache",
-            "/continue_generation",
-        ]
-        assert calls[1][1] == {"model_path": "step-4", "weight_version": "4"}
+            {"model_path": "step-4", "weight_version": "4", "flush_cache": False},
+        ),
+        ("/continue_generation", {}),
+    ]
     engine = local_engine(seed=1, version=2)
     with listening(server_of(engine).application()) as url, client_of(url) as remote:
         with pytest.raises(Refusal, match="no engine could be updated") as refused:
@@ -268,7 +271,7 @@ def test_a_stalled_engine_costs_its_time_limit_and_no_sample() -> None:
     ):
         remote.publish("step-1", 1)
         assert len(complete(remote.generate(REQUESTS, max_new_tokens=4, seed=0))) == len(REQUESTS)
-        assert "ReadTimeout" in str(remote.engines[0].faults)
+        assert "no complete answer within 1 s" in str(remote.engines[0].faults)
 
 
 def test_our_own_mistakes_and_a_world_without_engines_are_refused_with_their_reasons() -> None:
@@ -279,7 +282,7 @@ def test_our_own_mistakes_and_a_world_without_engines_are_refused_with_their_rea
         remote.publish("step-1", 1)
         with pytest.raises(Refusal, match="prompt too long"):
             remote.generate(REQUESTS, max_new_tokens=4, seed=0)
-    words = "http://127.0.0.1:9: took no weights: /health: ConnectError"
+    words = "http://127.0.0.1:9: took no weights: /health: ConnectError: Connection refused"
     with client_of("http://127.0.0.1:9") as remote, pytest.raises(Refusal, match=words):
         remote.publish("step-1", 1)
 
@@ -315,8 +318,8 @@ def test_a_killed_server_loses_nothing_and_comes_back_with_the_present_weights(t
     process, url = started(tmp_path, "model=moe_tiny", *model)
     try:
         assert url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(f"{url}/health", timeout=BOUND_SECONDS) as health:
-            assert json.loads(health.read()) == {"weight_version": None, "requests": 0}
+        with urllib.request.urlopen(f"{url}/olmo_rl/status", timeout=BOUND_SECONDS) as health:
+            assert json.loads(health.read()) == {"version": None, "requests": 0}
         process.send_signal(signal.SIGTERM)
         assert process.wait(BOUND_SECONDS) == 0
     finally:
@@ -383,8 +386,8 @@ def test_broadcast_weights_are_the_published_ones_and_arrive_whole_or_not_at_all
     direct = local_engine(seed=1).generate(REQUESTS, max_new_tokens=5, stop_token=EOS, greedy=True, seed=0)
     first, second = local_engine(), local_engine()
     with (
-        listening(server_of(first).application()) as a,
-        listening(server_of(second).application()) as b,
+        listening(server_of(first, api=Source.sglang).application()) as a,
+        listening(server_of(second, api=Source.sglang).application()) as b,
         collective(a, b) as remote,
     ):
         for version, seed in ((1, 5), (2, 1)):
@@ -404,11 +407,11 @@ def test_broadcast_weights_are_the_published_ones_and_arrive_whole_or_not_at_all
 def test_an_engine_that_dies_in_a_broadcast_is_left_out_and_gets_the_next_one() -> None:
     dying, lasting, again = local_engine(), local_engine(), local_engine()
     with (
-        listening(server_of(lasting).application()) as lasts,
+        listening(server_of(lasting, api=Source.sglang).application()) as lasts,
         collective(lasts, retries=6) as remote,
-        listening(server_of(again).application()) as back,
+        listening(server_of(again, api=Source.sglang).application()) as back,
     ):
-        with listening(server_of(dying).application()) as dies:
+        with listening(server_of(dying, api=Source.sglang).application()) as dies:
             remote.engines.append(Engine(url=dies))
             remote.broadcast(sent_in_parts(1), 1)
             assert remote.versions == {lasts: 1, dies: 1}
@@ -425,8 +428,11 @@ def test_an_engine_that_says_no_version_may_have_been_started_again_since_the_br
     def reply(body: dict[str, Any]) -> Any:
         return answer_of(body)
 
-    with listening(stand_in(reply)) as url, collective(url, retries=0) as remote:
-        remote.version = remote.engines[0].version = 4
+    with (
+        listening(stand_in(reply, api=Source.sglang, label="4")) as url,
+        collective(url, retries=0) as remote,
+    ):
+        remote.adopt(None, 4, versions={url: 4})
         assert remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0) == [None]
         assert "weights of version None, published were 4" in str(remote.engines[0].faults)
 
@@ -519,7 +525,9 @@ def test_an_engine_that_is_stopped_costs_a_publication_seconds(
     stopped = socket.create_server(("127.0.0.1", 0))  # takes connections and says nothing
     silent = f"http://127.0.0.1:{stopped.getsockname()[1]}"
     with (
-        listening(server_of(local_engine(), shelf={"step-1": weights_of(1)}).application()) as url,
+        listening(
+            server_of(local_engine(), shelf={"step-1": weights_of(1)}, api=Source.sglang).application()
+        ) as url,
         client_of(url, silent, source=Source.sglang, publication=publication) as remote,
     ):
         began = time.monotonic()
@@ -529,18 +537,18 @@ def test_an_engine_that_is_stopped_costs_a_publication_seconds(
             remote.broadcast(sent_in_parts(1), 1)
         assert time.monotonic() - began < 300, "far below the limit of a control call"
         assert remote.versions == {url: 1, silent: None}
-        assert "/health: ReadTimeout" in remote.engines[1].faults
+        assert "/health: no complete answer within 0.5 s" in remote.engines[1].faults
     stopped.close()
 
 
 def test_an_engine_that_was_started_again_since_the_last_broadcast_takes_the_next_one() -> None:
     first, second = local_engine(), local_engine()
     with collective("http://127.0.0.1:1") as remote:
-        with listening(server_of(first).application()) as url:
+        with listening(server_of(first, api=Source.sglang).application()) as url:
             remote.engines[0].url = url
             remote.broadcast(sent_in_parts(1), 1)
         port = int(url.rpartition(":")[2])
-        with listening(server_of(second).application(), port=port):
+        with listening(server_of(second, api=Source.sglang).application(), port=port):
             remote.broadcast(sent_in_parts(2), 2)
             assert remote.versions == {url: 2}
             assert (first.version, second.version) == (1, 2)

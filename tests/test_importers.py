@@ -481,7 +481,7 @@ def choice(n: int, **changes: Any) -> dict[str, Any]:
 
 ENCODINGS: dict[str, Any] = {
     "vllm 0.22": lambda r: {"routed_experts": npy(r.astype(np.uint8))},
-    "sglang openai": lambda r: {"sgl_ext": {"routed_experts": base64.b64encode(r.tobytes()).decode()}},
+    "sglang openai": lambda r: {"sglext": {"routed_experts": base64.b64encode(r.tobytes()).decode()}},
     "nested lists": lambda r: {"routed_experts": r.tolist()},
     "parts": lambda r: {
         "routed_experts": {
@@ -499,7 +499,9 @@ ENCODINGS: dict[str, Any] = {
 @pytest.mark.parametrize("surplus", [0, 1])
 def test_every_spelling_of_routes_gives_the_same_rows(encoding: str, layers: int, surplus: int) -> None:
     routes = routes_of(5, rows=TOKENS - 1 + surplus, layers=layers)
-    body = {"prompt_token_ids": tokens_of(5)[:PROMPT], "choices": [choice(5, **ENCODINGS[encoding](routes))]}
+    given = ENCODINGS[encoding](routes)
+    beside = {name: given.pop(name) for name in list(given) if name == "sglext"}  # SGLang: beside the choices
+    body = {"prompt_token_ids": tokens_of(5)[:PROMPT], "choices": [choice(5, **given)]} | beside
     (completion,) = completions_of(body, axis=AXIS)
     assert completion.routes is not None
     np.testing.assert_array_equal(completion.routes, routes[: TOKENS - 1])
@@ -572,7 +574,7 @@ def test_routes_that_are_no_routes_are_refused() -> None:
         (base64.b64encode(bytes(4 * 7)).decode(), "no int32"),
         ([[[1, 2]], [[1, 2], [3, 4]]], "unequal lengths"),
         ({"dtype": "int16", "shape": [1, 2, 2], "data": "AAAA"}, "do not fit"),
-        ({"dtype": "O", "shape": [1, 2, 2], "data": "AAAA"}, "do not fit"),
+        ({"dtype": "O", "shape": [1, 2, 2], "data": "AAAA"}, "expert ids are integers"),
     ):
         with pytest.raises(Refusal, match=words):
             decode_routes(payload, axis=AXIS, rows=6)

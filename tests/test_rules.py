@@ -71,6 +71,7 @@ EXAMPLES = {
     "only recorded samples can be": "recipe=score",
     "engines to ask are not": "rollouts=vllm",
     "not addresses of HTTP servers,": "rollouts=vllm rollouts.urls=[localhost:8000]",
+    "SGLang has no pause that waits": "rollouts=sglang rollouts.urls=[http://host:1] rollouts.pause=wait",
     "vLLM receives broadcasts through its": (
         "rollouts=vllm rollouts.urls=[http://host:8000] rollouts.publication=collective"
     ),

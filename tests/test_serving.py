@@ -28,8 +28,9 @@ SAMPLES = 16
 class Server:
     """`recipe=serve` in a process of its own, at a port that stays."""
 
-    def __init__(self, place: Path, *, port: int = 0) -> None:
+    def __init__(self, place: Path, *, api: str, port: int = 0) -> None:
         command = [sys.executable, str(ROOT / "train.py"), "recipe=serve", f"serve.port={port}"]
+        command += [f"serve.api={api}"]
         self.process = subprocess.Popen(
             [*command, "model=hybrid_tiny"], cwd=place, stdout=subprocess.PIPE, text=True
         )
@@ -37,14 +38,14 @@ class Server:
         self.url = next(line.split()[-1] for line in self.process.stdout if "http://" in line)
         self.port = int(self.url.rpartition(":")[2])
 
-    def health(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/health", timeout=BOUND_SECONDS) as answer:
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/olmo_rl/status", timeout=BOUND_SECONDS) as answer:
             return dict(json.loads(answer.read()))
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[list[Server]]:
-    started = [Server(tmp_path), Server(tmp_path)]
+def servers(tmp_path: Path, engines: str) -> Iterator[list[Server]]:
+    started = [Server(tmp_path, api=engines), Server(tmp_path, api=engines)]
     yield started
     for server in started:
         server.process.kill()
@@ -95,13 +96,13 @@ def test_a_run_loses_no_sample_to_a_killed_server_and_asks_it_again_when_it_is_b
         )
     try:
         wait_until(lambda: len(events(run_dir, "optimizer")) >= 2, process=process)
-        wait_until(lambda: dying.health()["requests"] > 0, process=process)
+        wait_until(lambda: dying.status()["requests"] > 0, process=process)
         dying.process.send_signal(signal.SIGKILL)
         trained = len(events(run_dir, "optimizer"))
         wait_until(lambda: len(events(run_dir, "optimizer")) >= trained + 3, process=process)
-        servers.append(again := Server(tmp_path, port=dying.port))
-        wait_until(lambda: again.health()["requests"] > 0, process=process)
-        assert again.health()["weight_version"] >= trained
+        servers.append(again := Server(tmp_path, api=engines, port=dying.port))
+        wait_until(lambda: again.status()["requests"] > 0, process=process)
+        assert again.status()["version"] >= trained
         trained = len(events(run_dir, "optimizer"))
         wait_until(lambda: len(events(run_dir, "optimizer")) >= trained + 2, process=process)
         process.send_signal(signal.SIGTERM)

@@ -18,7 +18,7 @@ token.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,9 +151,11 @@ class LocalEngine:
         top_p: float = 1.0,
         greedy: bool = False,
         seed: int,
+        dropped: Callable[[], Set[str]] | None = None,
     ) -> list[Generation]:
         """Continue every request, results in their order. Random numbers depend on (seed, version, request
-        id, step) alone: batches and their order change a result by rounding only.
+        id, step) alone: batches and their order change a result by rounding only. `dropped`: asked at every
+        token for the ids of requests that nobody waits for any more; their results are meaningless.
         """
         assert self.version is not None, "publish weights before generating"
         sampling = _Sampling(
@@ -177,17 +179,19 @@ class LocalEngine:
             batch = _Batch(
                 [requests[i] for i in chosen], sampling=sampling, version=self.version, device=self._device
             )
-            self._decode(batch)
+            self._decode(batch, dropped=dropped)
             results.update(zip(chosen, batch.results(self._config, version=self.version), strict=True))
         return [results[i] for i in range(len(requests))]
 
-    def _decode(self, batch: _Batch) -> None:
+    def _decode(self, batch: _Batch, *, dropped: Callable[[], Set[str]] | None) -> None:
         state = self._model.init_state(
             len(batch.rows), length=batch.longest, device=self._device, dtype=self._dtype
         )
         for position in range(batch.longest - 1):
             logits, routes = self._model.step(batch.current(position), position=position, state=state)
             batch.advance(logits, routes=routes, position=position)
+            if dropped is not None:
+                batch.drop(dropped())
             if batch.open_count == 0:
                 return
             kept = batch.compact()
@@ -276,6 +280,13 @@ class _Batch:
         self._stopped[self.rows[stopped]] = True
         self._open &= ~stopped & (target + 1 < self._limits[self.rows])
         self.open_count = int(self._open.sum())
+
+    def drop(self, ids: Set[str]) -> None:
+        """Close the sequences of these requests."""
+        if ids:
+            gone = [self._requests[row].id in ids for row in self.rows.tolist()]
+            self._open &= ~torch.tensor(gone, device=self._open.device)
+            self.open_count = int(self._open.sum())
 
     def compact(self) -> Tensor | None:
         """Drop ended sequences where enough have ended: the positions to keep of the decoding batch, else

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from olmo_rl.config import AuxGrouping, Config, PublicationKind, Recipe, ScheduleKind, Source
+from olmo_rl.config import AuxGrouping, Config, PauseMode, PublicationKind, Recipe, ScheduleKind, Source
 from olmo_rl.refusals.rule import Rule, changed, undivided
 
 
@@ -242,5 +242,11 @@ ROLLOUTS = (
         when=lambda c: (
             c.rollouts.source is Source.vllm and c.rollouts.publication is PublicationKind.collective
         ),
+    ),
+    Rule(
+        keys="rollouts.pause rollouts",
+        refuses="SGLang has no pause that waits for requests in flight",
+        fix="choose rollouts.pause=keep or rollouts.pause=abort",
+        when=lambda c: c.rollouts.source is Source.sglang and c.rollouts.pause is PauseMode.wait,
     ),
 )

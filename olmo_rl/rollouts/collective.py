@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from olmo_rl.hf.names import Piece
-from olmo_rl.rollouts.answers import EngineFault
+from olmo_rl.rollouts.exchange import EngineFault
 from olmo_rl.types import Refusal
 
 A = TypeVar("A")
@@ -188,12 +188,17 @@ def meet(body: Mapping[str, Any], *, device: torch.device) -> WeightGroup:
     try:
         address, port = str(body["master_address"]), int(body["master_port"])
         rank, world_size, name = int(body["rank_offset"]), int(body["world_size"]), str(body["group_name"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise Refusal(
             f"master_address, master_port, rank_offset, world_size, group_name: {error!r}"
         ) from None
-    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=SILENCE)
-    return join(store, name=name, rank=rank, world_size=world_size, device=device)
+    if not (0 < port < 2**16 and 0 < rank < world_size < 2**16):
+        raise Refusal("master_port, rank_offset, world_size: no port, or no rank of that world")
+    try:
+        store = dist.TCPStore(address, port, world_size, is_master=False, timeout=SILENCE)
+        return join(store, name=name, rank=rank, world_size=world_size, device=device)
+    except (RuntimeError, ValueError) as error:
+        raise Refusal(f"init_weights_update_group: {error}") from None
 
 
 class Arrivals:
@@ -252,8 +257,8 @@ class Arrivals:
             raise Refusal("names, dtypes, shapes: give three lists of one length")
         found = []
         for name, word, shape in zip(*columns, strict=True):
-            piece = self._parts.get(name)
-            dtype = getattr(torch, str(word), None)
+            piece = self._parts.get(name) if isinstance(name, str) else None
+            dtype = getattr(torch, word, None) if isinstance(word, str) and word.isascii() else None
             if piece is None:
                 raise Refusal(f"names: {name} is not a weight of this model")
             if shape != list(piece.shape):

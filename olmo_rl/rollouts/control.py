@@ -1,11 +1,18 @@
-"""Control calls to one serving engine: pause, new weights, flush, resume, in the words of vLLM or SGLang.
+"""Control calls to one serving engine: pause, new weights, version, resume, in the words of vLLM or SGLang.
 
-A call that does not succeed is an EngineFault of that engine; who then goes on without it is not judged here.
+A call that does not succeed is an EngineFault of that engine; who then goes on without it is not decided
+here. vLLM since 0.27.1 (`/weight_info`), started with VLLM_SERVER_DEV_MODE=1; SGLang since 0.5.17
+(`return_token_ids`). Older ones are refused by name.
+
+`rollouts.pause=keep` freezes what is under way and lets it go on with new weights (vLLM `keep`, SGLang
+`in_place`); its requests carry the weight version as cache salt, so that no prefix computed with old weights
+serves them, and caches need no flush. The other modes flush.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,18 +23,23 @@ import httpx
 import torch
 from torch import Tensor
 
-from olmo_rl.config import RolloutsConfig, Source
-from olmo_rl.rollouts.answers import EngineFault
+from olmo_rl.config import PauseMode, RolloutsConfig, Source
 from olmo_rl.rollouts.collective import Broadcaster
+from olmo_rl.rollouts.exchange import Deadline, EngineFault, Reply, UnsupportedEngine, exchange
+from olmo_rl.rollouts.wire import version_of
 
 CONTROL_TIMEOUT_SECONDS = 600.0  # reading a checkpoint of a large model takes minutes
 AT_ONCE_SECONDS = 5.0  # what any engine answers that is alive
+FLUSH_EVERY_SECONDS = 0.2
+OLDEST_VLLM = (0, 27, 1)
+OLDEST_SGLANG = (0, 5, 17)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Engine:
-    """One server: what it holds, what it is doing, how it has been. `version` None: weights unknown;
-    `control`: held by whoever gives it weights.
+    """One server: its weights, its load, its faults. `version` None: weights unknown; `paused`: we paused it
+    and
+    did not resume it; `latest`: its newest fault; `control`: held by whoever gives it weights.
     """
 
     url: str
@@ -35,55 +47,54 @@ class Engine:
     under_way: int = 0
     failures: int = 0
     resting: bool = False
+    paused: bool = False
+    supported: bool = False
+    latest: EngineFault | None = None
     faults: Counter[str] = field(default_factory=Counter)
     control: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Control:
-    """The calls; `device`: where broadcast weights lie, `patience`: seconds of one call."""
+    """The calls; `device`: where broadcast weights lie."""
 
-    def __init__(
-        self,
-        config: RolloutsConfig,
-        *,
-        client: httpx.AsyncClient,
-        device: torch.device,
-        patience: float = CONTROL_TIMEOUT_SECONDS,
-    ) -> None:
+    def __init__(self, config: RolloutsConfig, *, client: httpx.AsyncClient, device: torch.device) -> None:
         self._sglang = config.source is Source.sglang
+        self._mode = config.pause
         self._client = client
-        self._patience = patience
-        self._broadcaster = Broadcaster(self._post, device=device, ranks=config.engine_ranks)
+        self._deadline = Deadline(0.0)
+        self._broadcaster = Broadcaster(self._broadcast_call, device=device, ranks=config.engine_ranks)
 
-    async def healthy(self, engine: Engine) -> bool:
-        """Whether an engine answers at once."""
-        try:
-            await self._probe(engine)
-        except EngineFault:
-            return False
-        return True
+    async def held_version(self, engine: Engine) -> int | None:
+        """The weight version of a healthy engine of a supported program, None where it was given none."""
+        await self._probe(engine, deadline=Deadline(2 * AT_ONCE_SECONDS))
+        return await self._version(engine)
 
-    async def reload(self, engine: Engine, path: str, *, version: int) -> None:
-        """Have an engine read the weights at `path`; it holds `version` then."""
-        await self._pause(engine)
+    async def reload(self, engine: Engine, path: str, *, version: int, deadline: Deadline) -> None:
+        """Have an engine read the weights at `path`; it serves `version` then."""
+        await self._pause(engine, deadline=deadline)
         try:
             if self._sglang:
-                body: dict[str, Any] = {"model_path": path, "weight_version": str(version)}
-                await self._post(engine.url, "/update_weights_from_disk", body)
+                # Its own flush asserts that nothing is under way, and ends the engine where something is.
+                body: dict[str, Any] = {
+                    "model_path": path,
+                    "weight_version": str(version),
+                    "flush_cache": False,
+                }
+                await self._post(engine.url, "/update_weights_from_disk", body, deadline=deadline)
             else:
-                arguments = {"weights_path": path, "weight_version": version}
-                body = {"method": "reload_weights", "kwargs": arguments}
-                await self._post(engine.url, "/collective_rpc", body)
-            await self._flush(engine)
+                body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+                await self._post(engine.url, "/collective_rpc", body, deadline=deadline)
+                body = {"new_version": str(version)}
+                await self._post(engine.url, "/update_weight_version", body, deadline=deadline)
+            await self._complete(engine, version=version, deadline=deadline)
         except EngineFault:
             await self._let_go(engine)
             raise
-        await self._resume(engine)
-        _holds(engine, version)
 
-    async def begin_broadcast(self, engine: Engine) -> None:
-        """An engine that has joined rank 0 and waits for tensors."""
-        await self._pause(engine)
+    async def begin_broadcast(self, engine: Engine, *, deadline: Deadline) -> None:
+        """Pause an engine and have it join rank 0, ready for tensors."""
+        self._deadline = deadline
+        await self._pause(engine, deadline=deadline)
         try:
             await self._broadcaster.open(engine.url)
         except EngineFault:
@@ -91,62 +102,127 @@ class Control:
             raise
 
     async def send(self, engine: Engine, *, bucket: Mapping[str, Tensor], version: int) -> None:
-        """Some of the tensors, by the engine's names."""
+        """Send some of the tensors, by the engine's names, before the deadline of `begin_broadcast`."""
         try:
             await self._broadcaster.send(engine.url, bucket, version=version)
+        except EngineFault:
+            # Its weights may be of two versions: nothing under way may go on with them.
+            with suppress(EngineFault):
+                abort = {"mode": PauseMode.abort.value}
+                await self._post(engine.url, "/pause_generation", abort, deadline=Deadline(AT_ONCE_SECONDS))
+            await self._let_go(engine)
+            raise
+
+    async def end_broadcast(self, engine: Engine, *, version: int, deadline: Deadline) -> None:
+        """Resume an engine that has all tensors: it serves `version` then."""
+        try:
+            await self._complete(engine, version=version, deadline=deadline)
         except EngineFault:
             await self._let_go(engine)
             raise
 
-    async def end_broadcast(self, engine: Engine, *, version: int) -> None:
-        """All tensors were sent: the engine holds `version` then."""
-        await self._flush(engine)
-        await self._resume(engine)
-        _holds(engine, version)
-
     def drop(self, engine: Engine) -> None:
         """Forget the group of an engine that failed: it joins another when it is back."""
+        engine.supported = False
         self._broadcaster.drop(engine.url)
 
     def close(self) -> None:
         self._broadcaster.close()
 
+    async def _complete(self, engine: Engine, *, version: int, deadline: Deadline) -> None:
+        """Flush where old prefixes could be served, check the version, resume."""
+        if self._mode is not PauseMode.keep:
+            await self._flush(engine, deadline=deadline)
+        found = await self._version(engine)
+        if found != version:
+            raise EngineFault(f"weights of version {found} after an update to {version}")
+        await self._resume(engine, deadline=deadline)
+        engine.version = version
+        engine.failures, engine.resting = 0, False
+
     async def _let_go(self, engine: Engine) -> None:
-        """After a fault: it goes on with what it holds, where it is alive at all."""
+        """After a fault: it goes on with the weights it has, where it is alive at all."""
         with suppress(EngineFault):
-            await self._resume(engine, patience=AT_ONCE_SECONDS)
+            await self._resume(engine, deadline=Deadline(AT_ONCE_SECONDS))
 
-    async def _probe(self, engine: Engine) -> None:
-        try:
-            await self._client.get(engine.url + "/health", timeout=AT_ONCE_SECONDS)
-        except (httpx.HTTPError, OSError) as error:
-            raise EngineFault(f"/health: {type(error).__name__} {error}".strip()) from None
+    async def _probe(self, engine: Engine, *, deadline: Deadline) -> None:
+        """Separate the dead, the stopped and the unsupported before anybody waits for them."""
+        if engine.paused:  # a paused SGLang answers no health check
+            await self._resume(engine, deadline=deadline)
+        await self._at_once(engine, "/health", deadline=deadline)
+        if engine.supported:
+            return
+        reply = await self._at_once(engine, "/server_info" if self._sglang else "/version", deadline=deadline)
+        name, oldest = ("SGLang", OLDEST_SGLANG) if self._sglang else ("vLLM", OLDEST_VLLM)
+        word = _field(reply, "version")
+        match = re.match(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})", word) if isinstance(word, str) else None
+        if match is None:
+            raise UnsupportedEngine(f"{reply.where}: {str(word)[:40]!r} is no version of {name}")
+        if tuple(map(int, match.groups())) < oldest:
+            needed = ".".join(map(str, oldest))
+            lacks = "return_token_ids of /v1/completions" if self._sglang else "/weight_info"
+            raise UnsupportedEngine(f"{name} {word}: {lacks} needs {name} {needed} or newer")
+        engine.supported = True
 
-    async def _pause(self, engine: Engine) -> None:
-        await self._probe(engine)  # the dead and the stopped are told apart before anybody waits for them
-        await self._post(engine.url, "/pause_generation" if self._sglang else "/pause", {})
+    async def _version(self, engine: Engine) -> int | None:
+        path = "/model_info" if self._sglang else "/weight_info"
+        reply = await self._at_once(engine, path, deadline=Deadline(AT_ONCE_SECONDS))
+        return version_of(_field(reply, "weight_version"))
 
-    async def _resume(self, engine: Engine, *, patience: float | None = None) -> None:
-        path = "/continue_generation" if self._sglang else "/resume"
-        await self._post(engine.url, path, {}, patience=patience)
+    async def _pause(self, engine: Engine, *, deadline: Deadline) -> None:
+        await self._probe(engine, deadline=deadline)
+        engine.paused = True
+        if self._sglang:
+            mode = "in_place" if self._mode is PauseMode.keep else self._mode.value
+            await self._post(engine.url, "/pause_generation", {"mode": mode}, deadline=deadline)
+        else:
+            await self._post(engine.url, f"/pause?mode={self._mode.value}", None, deadline=deadline)
 
-    async def _flush(self, engine: Engine) -> None:
-        await self._post(engine.url, "/flush_cache" if self._sglang else "/reset_prefix_cache", {})
+    async def _resume(self, engine: Engine, *, deadline: Deadline) -> None:
+        if self._sglang:
+            await self._post(engine.url, "/continue_generation", {}, deadline=deadline)
+        else:
+            await self._post(engine.url, "/resume", None, deadline=deadline)
+        engine.paused = False
+
+    async def _flush(self, engine: Engine, *, deadline: Deadline) -> None:
+        """Forget prefixes; what was aborted or has ended may hold its blocks a moment longer."""
+        path, patience = "/flush_cache" if self._sglang else "/reset_prefix_cache", Deadline(AT_ONCE_SECONDS)
+        while True:
+            try:
+                await self._post(engine.url, path, None, deadline=deadline)
+                return
+            except EngineFault:
+                if not patience.left(at_most=1.0):
+                    raise
+            await asyncio.sleep(FLUSH_EVERY_SECONDS)
+
+    async def _at_once(self, engine: Engine, path: str, *, deadline: Deadline) -> Reply:
+        seconds = deadline.left(at_most=AT_ONCE_SECONDS)
+        return _successful(await exchange(self._client, "GET", engine.url, path, seconds=seconds))
+
+    async def _broadcast_call(self, url: str, path: str, body: Mapping[str, Any]) -> Reply:
+        return await self._post(url, path, body, deadline=self._deadline)
 
     async def _post(
-        self, url: str, path: str, body: Mapping[str, Any], *, patience: float | None = None
-    ) -> Any:
+        self, url: str, path: str, body: Mapping[str, Any] | None, *, deadline: Deadline
+    ) -> Reply:
         """One call; anything but success is a fault."""
-        timeout = self._patience if patience is None else patience
-        try:
-            answer = await self._client.post(url + path, json=body, timeout=timeout)
-        except (httpx.HTTPError, OSError) as error:
-            raise EngineFault(f"{path}: {type(error).__name__} {error}".strip()) from None
-        if answer.status_code != 200:
-            raise EngineFault(f"{path}: status {answer.status_code} {answer.text[:200]}")
-        return answer
+        seconds = deadline.left(at_most=CONTROL_TIMEOUT_SECONDS)
+        reply = _successful(await exchange(self._client, "POST", url, path, body=body, seconds=seconds))
+        if reply.content[:1] == b"{" and _field(reply, "success") is False:
+            raise EngineFault(f"{path}: {reply.text}")
+        return reply
 
 
-def _holds(engine: Engine, version: int) -> None:
-    engine.version = version
-    engine.failures, engine.resting = 0, False
+def _successful(reply: Reply) -> Reply:
+    if reply.status != 200:
+        raise EngineFault(f"{reply.where}: status {reply.status} {reply.text}".strip())
+    return reply
+
+
+def _field(reply: Reply, name: str) -> Any:
+    body = reply.json()
+    if not isinstance(body, dict):
+        raise EngineFault(f"{reply.where}: no JSON object")
+    return body.get(name)

@@ -2,9 +2,10 @@
 
 Owns the encodings of recorded experts and the fields of completion bodies; refuses what does not describe the
 tokens it came with. Read in: vLLM 0.21 (`prompt_routed_experts` beside the choices, `routed_experts` on each,
-nested lists or {encoding, dtype, shape, data}), vLLM 0.22 (`routed_experts` on each choice, base64 of a .npy
-file), SGLang 0.5 (`sgl_ext.routed_experts` on OpenAI-style choices and `meta_info.routed_experts` of
-`/generate`: base64 of int32 values in C order).
+nested lists or {encoding, dtype, shape, data}), vLLM 0.22 to 0.32 (`routed_experts` on each choice, base64 of
+a .npy file), SGLang 0.5.9 to 0.5.23 (`sglext.routed_experts` beside the choices and
+`meta_info.routed_experts` of `/generate`: base64 of int32 values in C order; `metadata.weight_version`, and
+`metadata.weight_versions` by spans of tokens).
 
 Shapes: P prompt tokens, G generated ones, T = P + G; L layers of the engine's axis, K experts per token.
 """
@@ -13,20 +14,17 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from tokenize import TokenError
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.types import ExpertLayout, Refusal
 
-# The header of a .npy is text of Python, and names a shape that is allocated before data are read.
-_DAMAGED = (EOFError, MemoryError, OverflowError, SyntaxError, TokenError, TypeError, ValueError)
 _LONGEST_VERSION = 20  # digits; such a version counts no steps
 
 
@@ -59,8 +57,8 @@ class RouteAxis:
 class Completion:
     """One response: `prompt` int32 [P], `tokens` int32 [G], `logprobs` float32 [G] (NaN where the engine gave
     none), `routes` [T-1, L, K] with the engine's own layer axis, None where nothing was recorded.
-    `policy_version`: what the engine says about its weights, None if nothing. `surplus_rows`: route rows
-    behind the last token's, which no token needs and which were cut.
+    `policy_version`: the oldest weights that the engine reports to have written a token, None where it
+    reports none. `surplus_rows`: route rows behind the last token's, which no token needs and which were cut.
     """
 
     prompt: NDArray[np.int32]
@@ -89,6 +87,10 @@ def completions_of(
         choices = body["choices"]
         if not isinstance(choices, list):
             raise Refusal(f"{where}: choices is {type(choices).__name__}, expected a list")
+        if isinstance(body.get("sglext"), Mapping) and len(choices) > 1 and axis is not None:
+            raise Refusal(
+                f"{where}: sglext has the routes of the first of {len(choices)} choices: ask one by one"
+            )
         return [
             _choice(choice, body=body, axis=axis, prompt=prompt, where=f"{where}, choice {number}")
             for number, choice in enumerate(choices)
@@ -116,7 +118,7 @@ def _choice(
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, Mapping):
         raise Refusal(f"{where}: no logprobs: ask for them (logprobs=0 or more)")
-    extension = choice.get("sgl_ext")
+    extension = body.get("sglext")
     recorded = choice.get("routed_experts")
     if recorded is None and isinstance(extension, Mapping):
         recorded = extension.get("routed_experts")
@@ -130,10 +132,25 @@ def _choice(
         logprobs=_logprobs(_token_logprobs(logprobs), count=len(tokens), where=where),
         routes=routes,
         finish_reason=choice.get("finish_reason"),
-        policy_version=version_of(choice.get("weight_version", body.get("weight_version"))),
+        policy_version=_oldest_version(choice, body=body, where=where),
         text=choice.get("text"),
         surplus_rows=surplus,
     )
+
+
+def _oldest_version(choice: Mapping[str, Any], *, body: Mapping[str, Any], where: str) -> int | None:
+    """The oldest weights that wrote a token of `choice`; None where one of them is unknown."""
+    metadata = body.get("metadata")
+    metadata = metadata if isinstance(metadata, Mapping) else {}
+    given = choice.get("weight_version", body.get("weight_version", metadata.get("weight_version")))
+    spans = metadata.get("weight_versions")
+    if spans is None:
+        return version_of(given)
+    if not isinstance(spans, list) or not all(isinstance(span, Mapping) for span in spans):
+        raise Refusal(f"{where}: metadata.weight_versions is no list of spans")
+    versions = [version_of(given), *(version_of(span.get("version")) for span in spans)]
+    known = [version for version in versions if version is not None]
+    return min(known) if len(known) == len(versions) else None
 
 
 def _token_logprobs(logprobs: Mapping[str, Any]) -> Any:
@@ -265,10 +282,7 @@ def decode_routes(
     elif isinstance(payload, str):
         array = _from_text(payload, axis=axis, rows=rows, where=where)
     else:
-        try:
-            array = np.asarray(payload)
-        except ValueError:
-            raise Refusal(f"{where}: routes are lists of unequal lengths") from None
+        array = _from_lists(payload, where=where)
     if array.size == 0:
         return np.zeros((0, axis.layers[0], axis.top_k), dtype=np.int32)
     if array.ndim != 3:
@@ -283,27 +297,75 @@ def decode_routes(
     return array
 
 
+def _from_lists(payload: Any, *, where: str) -> NDArray[Any]:
+    """Arrays as they are; nested lists once every entry is known to be a small integer."""
+    if isinstance(payload, np.ndarray):
+        return payload
+    values, depth = payload, 0
+    while isinstance(values, list) and values and isinstance(values[0], list) and depth < 2:
+        if not all(isinstance(value, list) for value in values):
+            raise Refusal(f"{where}: routes are lists of unequal lengths")
+        values, depth = [entry for value in values for entry in value], depth + 1
+    if not isinstance(values, list) or any(type(value) is not int or abs(value) > 2**31 for value in values):
+        raise Refusal(
+            f"{where}: routes are neither nested lists of expert ids nor one of the known encodings"
+        )
+    try:
+        return np.asarray(payload)
+    except ValueError:
+        raise Refusal(f"{where}: routes are lists of unequal lengths") from None
+
+
 def _from_parts(payload: Mapping[str, Any], *, where: str) -> NDArray[Any]:
     """{dtype, shape, data}: bytes in C order, as they are or in base64."""
     missing = [name for name in ("dtype", "shape", "data") if name not in payload]
     if missing:
         raise Refusal(f"{where}: routes lack {', '.join(missing)}")
-    data = payload["data"]
+    data, shape = payload["data"], payload["shape"]
     raw = data if isinstance(data, bytes) else _base64(data, where=where)
-    try:
-        dtype, shape = np.dtype(payload["dtype"]), tuple(int(n) for n in payload["shape"])
-        return np.frombuffer(raw, dtype=dtype).reshape(shape)
-    except (OverflowError, SyntaxError, TypeError, ValueError) as error:
-        raise Refusal(f"{where}: routes do not fit their own dtype and shape: {error}") from None
+    if not isinstance(shape, Sequence) or isinstance(shape, str | bytes):
+        raise Refusal(f"{where}: the shape of routes is {type(shape).__name__}, expected a list")
+    return _from_bytes(raw, dtype=payload["dtype"], shape=shape, where=where)
+
+
+def _from_bytes(
+    raw: bytes, *, dtype: Any, shape: Sequence[Any], where: str, order: Literal["C", "F"] = "C"
+) -> NDArray[Any]:
+    """Integers of `dtype` in `shape`, which must account for every byte."""
+    words = str(np.dtype(dtype)) if isinstance(dtype, np.dtype | type) else dtype
+    if not isinstance(words, str) or not re.fullmatch(r"u?int(8|16|32|64)|[<>|=]?[iu][1248]", words):
+        raise Refusal(f"{where}: routes have dtype {str(words)[:40]}: expert ids are integers")
+    sizes = [int(n) if isinstance(n, int | np.integer) and not isinstance(n, bool) else -1 for n in shape]
+    known = np.dtype(words)
+    if min(sizes, default=-1) < 0 or math.prod(sizes) * known.itemsize != len(raw):
+        raise Refusal(f"{where}: {len(raw)} bytes of routes do not fit their own dtype {words} and shape")
+    return np.frombuffer(raw, dtype=known).reshape(sizes, order=order)
+
+
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '([<>|=][iu][1248])', 'fortran_order': (True|False), 'shape': \(([0-9, ]{0,80})\), \}\s*"
+)
+
+
+def _from_npy(raw: bytes, *, where: str) -> NDArray[Any]:
+    """An .npy file as `numpy.save` writes it. The header is read here: numpy allocates what it announces."""
+    wide = raw[6:7] != b"\x01"
+    start = 12 if wide else 10
+    end = start + int.from_bytes(raw[8:start], "little")
+    match = _NPY_HEADER.fullmatch(raw[start:end])
+    if match is None:
+        raise Refusal(f"{where}: routes are a damaged .npy, or one of other than integers")
+    descr, fortran, sizes = (part.decode() for part in match.groups())
+    shape = [int(size) for size in sizes.split(",") if size.strip().isdecimal()]
+    return _from_bytes(
+        raw[end:], dtype=descr, shape=shape, where=where, order="F" if fortran == "True" else "C"
+    )
 
 
 def _from_text(payload: str, *, axis: RouteAxis, rows: int | None, where: str) -> NDArray[Any]:
     raw = _base64(payload, where=where)
     if raw.startswith(b"\x93NUMPY"):
-        try:
-            return np.asarray(np.load(io.BytesIO(raw), allow_pickle=False))
-        except _DAMAGED as error:
-            raise Refusal(f"{where}: routes are a damaged .npy: {error}") from None
+        return _from_npy(raw, where=where)
     if rows is None:
         raise Refusal(f"{where}: routes without a shape, in two parts: their rows cannot be told apart")
     if len(raw) % 4 == 0:

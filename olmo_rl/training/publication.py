@@ -32,7 +32,9 @@ def build_remote(config: Config, *, device: torch.device) -> RemoteEngine:
     axis = None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
     # The other ranks wait for rank 0 while it calls, and their group gives up after its own limit.
     patience = min(CONTROL_TIMEOUT_SECONDS, config.strategy.timeout_seconds / 2)
-    return RemoteEngine(config.rollouts, axis=axis, device=device, patience=patience)
+    return RemoteEngine(
+        config.rollouts, axis=axis, vocab_size=config.model.vocab_size, device=device, patience=patience
+    )
 
 
 class LocalPublication:
@@ -67,6 +69,7 @@ class Publication:
     def __call__(self, decoder: nn.Module, version: int) -> None:
         if self._reader is None:
             self._reader = ParameterReader(decoder)
+        self._remote.hold()  # on every rank before rank 0 writes, which all of them wait for
         shapes, collective = (
             self._reader.shapes,
             self._config.rollouts.publication is PublicationKind.collective,
