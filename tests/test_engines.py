@@ -25,6 +25,7 @@ import torch
 from bounds import BOUND_SECONDS
 from composing import ROOT
 from engine_cases import AXIS, MODEL, client_of, listening, local_engine, server_of, stand_in, weights_of
+from engine_lies import LIES, answer_of
 from torch import Tensor
 
 from olmo_rl.config import PublicationKind, Source
@@ -195,56 +196,39 @@ def complete_text(url: str) -> str:
     return client.completions.create(model="policy", prompt="ab", max_tokens=6, temperature=0).choices[0].text
 
 
-def answer_of(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A right answer to a request of the client, with changes to its choice."""
-    rows = len(body["prompt"]) + 1
-    routes = [[[row % 4, (row + 1) % 4]] * 2 for row in range(rows)]
-    choice = {
-        "token_ids": [7, 8],
-        "prompt_token_ids": body["prompt"],
-        "logprobs": {"token_logprobs": [-1.0, -2.0]},
-        "finish_reason": "length",
-        "routed_experts": routes,
-        "text": "",
-    }
-    return {"choices": [choice | changes]}
+def test_every_wrong_answer_costs_retries_which_another_engine_answers_and_is_counted() -> None:
+    """One engine lies in every way of the table, request by request; the other is right."""
+    current: list[str] = [""]
+    assert len(LIES) >= 45
 
+    def lie(body: dict[str, Any]) -> Any:
+        remote.engines[1].under_way = -1  # the next attempt goes to the other
+        return LIES[current[0]](body)
 
-FAULTS: dict[str, Any] = {
-    "status 500": lambda body: (500, {"error": "out of memory"}),
-    "no JSON": lambda body: (200, "<html>gateway</html>"),
-    "no choices": lambda body: {"choices": []},
-    "two for one": lambda body: {"choices": answer_of(body)["choices"] * 2},
-    "another prompt": lambda body: answer_of(body, prompt_token_ids=[1, *body["prompt"][1:], 9]),
-    "no tokens": lambda body: answer_of(body, token_ids=[], logprobs={"token_logprobs": []}),
-    "too many tokens": lambda body: answer_of(
-        body, token_ids=[1] * 9, logprobs={"token_logprobs": [0.0] * 9}, routed_experts=None
-    ),
-    "too few log-probs": lambda body: answer_of(body, logprobs={"token_logprobs": [-1.0]}),
-    "null log-prob": lambda body: answer_of(body, logprobs={"token_logprobs": [-1.0, None]}),
-    "no routes": lambda body: answer_of(body, routed_experts=None),
-    "routes of a cached prefix": lambda body: answer_of(body, routed_experts=[[[0, 1]] * 2]),
-    "routes of another model": lambda body: answer_of(body, routed_experts=[[[0, 1]] * 5] * 9),
-    "aborted": lambda body: answer_of(body, finish_reason="abort"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_one_engine_does_wrong_another_does_right_and_it_is_counted(fault: str) -> None:
     with (
-        listening(stand_in(FAULTS[fault])) as bad,
+        listening(stand_in(lie)) as bad,
         listening(stand_in(answer_of)) as good,
         client_of(bad, good, retries=3) as remote,
     ):
         remote.publish("step-1", 1)
-        answers = complete(remote.generate(REQUESTS, max_new_tokens=4, seed=0))
-        assert [answer.id for answer in answers] == [request.id for request in REQUESTS]
-        assert {tuple(answer.tokens[-2:].tolist()) for answer in answers} == {(7, 8)}
-        assert remote.counts.received == len(REQUESTS)
+        liar, honest = remote.engines
+        for current[0] in LIES:
+            before, retried = liar.faults.total(), remote.counts.retried
+            liar.resting, liar.failures, honest.under_way = False, 0, 9  # the liar is asked first
+            (answer,) = complete(remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0))
+            assert answer.tokens[-2:].tolist() == [7, 8], current[0]
+            assert liar.faults.total() > before, f"{current[0]}: taken for an answer"
+            assert remote.counts.retried > retried, current[0]
+        assert remote.counts.received == remote.counts.asked == len(LIES)
         assert remote.counts.abandoned == 0
-        assert remote.counts.retried >= 2
-        assert remote.engines[0].faults.total() >= 2
-        assert remote.engines[1].faults.total() == 0
+        assert honest.faults.total() == 0
+
+
+def test_a_fault_names_the_row_that_is_wrong() -> None:
+    with listening(stand_in(LIES["an expert twice"])) as url, client_of(url, retries=0) as remote:
+        remote.publish("step-1", 1)
+        assert remote.generate(REQUESTS[:1], max_new_tokens=4, seed=0) == [None]
+        assert "row 0, layer 1: expert 3 appears more than once" in str(remote.engines[0].latest)
 
 
 def test_a_request_that_fails_everywhere_is_abandoned_and_counted() -> None:

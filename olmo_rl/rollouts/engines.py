@@ -3,7 +3,7 @@
 Every request is one prompt and one response. It goes to the live engine with the fewest requests under way;
 what fails there (connection, time, status, an answer that does not fit the request) is retried on another,
 with back-off, until it succeeds or `retries` are used up; then it is abandoned and counted. A request that
-every attempt rejects with status 4xx is refused. An engine that fails twice in a row rests until it answers
+every engine rejects with status 4xx is refused. An engine that fails twice in a row rests until it answers
 `/health` again; it is reloaded only if it lost the present weights. A response that our own publication
 aborted is asked again, which uses up no attempt.
 
@@ -290,7 +290,8 @@ class RemoteEngine:
         self, request: Request, *, body: Mapping[str, Any], seed: int, counts: Counts
     ) -> Generation | None:
         """One request until it is answered or abandoned."""
-        attempt, draws, rejected = 0, 0, 0
+        attempt, draws = 0, 0
+        rejecting: set[str] = set()
         fault: EngineFault | None = None
         async with self._slots:
             while attempt <= self._config.retries:
@@ -319,12 +320,13 @@ class RemoteEngine:
                     continue
                 if not engine.resting or isinstance(fault, RejectedRequest):
                     self._fleet.failed(engine, fault)
-                rejected += isinstance(fault, RejectedRequest)
+                if isinstance(fault, RejectedRequest):
+                    rejecting.add(engine.url)
                 if attempt < self._config.retries:
                     counts.retried += 1
                     await asyncio.sleep(_backoff(attempt))
                 attempt += 1
-        if rejected == attempt:
+        if len(rejecting) == len(self.engines):
             raise Refusal(f"{engine.url} refused request {request.id}: {fault}")
         counts.abandoned += 1
         return None
