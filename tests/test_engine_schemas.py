@@ -1,0 +1,98 @@
+"""Requests and answers against the classes that vLLM and SGLang publish (`engine_schemas/generate.py`)."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from engine_cases import StandIn, client_of, listening, local_engine, server_of
+from engine_lies import answer_of
+
+from olmo_rl.config import Source
+from olmo_rl.policy.engine import Request
+
+SCHEMAS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((Path(__file__).parent / "engine_schemas").glob("*.json"))
+}
+CONTROL = {
+    "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/pause_generation": "PauseGenerationReqInput",
+    "/continue_generation": "ContinueGenerationReqInput",
+}
+
+
+def validate(body: Any, *, version: str, name: str) -> None:
+    jsonschema.validate(body, SCHEMAS[version]["schemas"][name])
+
+
+def source_of(version: str) -> Source:
+    return Source[version.partition("-")[0]]
+
+
+def test_schemas_are_of_two_versions_of_each_program_and_name_their_sources() -> None:
+    assert list(SCHEMAS) == ["sglang-0.5.17", "sglang-0.5.23", "vllm-0.29.0", "vllm-0.32.0"]
+    for version, found in SCHEMAS.items():
+        assert version.endswith(found["version"])
+        assert all(len(digest) == 64 for digest in found["sources"].values())
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_every_request_of_the_client_is_one_that_the_program_knows(version: str) -> None:
+    source, bodies = source_of(version), []
+
+    def reply(body: dict[str, Any]) -> Any:
+        bodies.append(body)
+        return answer_of(body)
+
+    program = StandIn(reply=reply, api=source, program=version.partition("-")[2])
+    with listening(program.application()) as url, client_of(url, source=source, retries=0) as remote:
+        remote.publish("step-4", 4)
+        remote.generate([Request(id="a", tokens=[65])], max_new_tokens=4, stop_token=7, seed=0)
+    (body,) = bodies
+    validate(body, version=version, name="CompletionRequest")
+    neutral = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert [body[name] for name in neutral] == [0, 1, 0, 0], "gaps are filled from generation_config.json"
+    assert body["top_k"] == (-1 if source is Source.sglang else 0)
+    assert body["cache_salt"] == "4", "no prefix of older weights may serve it"
+    for path, sent in program.calls if source is Source.sglang else []:
+        validate(sent, version=version, name=CONTROL[path])
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+@pytest.mark.parametrize(
+    "extra", [{}, {"return_token_ids": True, "logprobs": 1, "return_routed_experts": True}]
+)
+def test_every_answer_of_the_server_is_one_that_the_program_gives(
+    version: str, extra: dict[str, Any]
+) -> None:
+    server = server_of(local_engine(seed=2), api=source_of(version))
+    body = {"model": "policy", "prompt": [[65, 66], [67]], "max_tokens": 3, "n": 2, **extra}
+    with listening(server.application()) as url:
+        post = urllib.request.Request(f"{url}/v1/completions", data=json.dumps(body).encode())
+        answer = json.loads(urllib.request.urlopen(post, timeout=60).read())
+        models = json.loads(urllib.request.urlopen(f"{url}/v1/models", timeout=60).read())
+    validate(answer, version=version, name="CompletionResponse")
+    validate(models, version=version, name="ModelList")
+    assert len(answer["choices"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "version"),
+    [
+        ({"weight_version": 4}, "sglang-0.5.23"),
+        ({"routed_experts": [[[0]]]}, "vllm-0.32.0"),
+        ({"sgl_ext": {}}, "sglang-0.5.23"),
+    ],
+)
+def test_a_field_from_hearsay_fails(changes: dict[str, Any], version: str) -> None:
+    """Fields that earlier doubles sent, and no real program does."""
+    choice = {"index": 0, "text": "a"}
+    body = {"id": "a", "model": "policy", "choices": [choice], "usage": {}}
+    validate(body, version=version, name="CompletionResponse")
+    with pytest.raises(jsonschema.ValidationError):
+        validate(body | {"choices": [choice | changes]}, version=version, name="CompletionResponse")
