@@ -357,6 +357,7 @@ def _from_npy(raw: bytes, *, where: str) -> NDArray[Any]:
         raise Refusal(f"{where}: routes are a damaged .npy, or one of other than integers")
     descr, fortran, sizes = (part.decode() for part in match.groups())
     shape = [int(size) for size in sizes.split(",") if size.strip().isdecimal()]
+    where = f"{where}: damaged .npy"
     return _from_bytes(
         raw[end:], dtype=descr, shape=shape, where=where, order="F" if fortran == "True" else "C"
     )
