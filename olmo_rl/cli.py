@@ -181,7 +181,7 @@ def execute(values: DictConfig, *, parent: int) -> None:
             "starts the ranks of each job itself, or choose hydra/launcher=submitit_slurm"
         )
     config = typed_config(values, run_dir=hydra.runtime.output_dir)
-    with prepared(config):
+    with prepared(config) as config:
         try:
             run_recipe(config)
         except Interrupted as end:
@@ -213,7 +213,8 @@ def _stray_run_names(overrides: Sequence[str]) -> list[str]:
     from hydra.errors import HydraException
 
     lines = []
-    for override in keep_text(text for text in overrides if text.startswith("run_name=")):
+    plain = [text.lstrip("+") for text in overrides]  # Hydra accepts + and ++ for keys of the schema
+    for override in keep_text(text for text in plain if text.startswith("run_name=")):
         try:
             names = texts_of(override)
         except HydraException:  # Hydra reports it itself

@@ -990,15 +990,18 @@ class ScoringConfig:
 class CallbacksConfig:
     """What happens around updates."""
 
-    checkpoint_interval: int | None = key(None, "updates between checkpoints, null = only at the end", min=1)
+    checkpoint_interval: int | None = key(None, "updates between checkpoints, null = not by updates", min=1)
+    checkpoint_minutes: float | None = key(
+        15.0, "minutes of training between checkpoints, null = not by time", above=0
+    )
     keep_checkpoints: int = key(
         2,
         "newest ones that stay",
         min=1,
         needs=Needs(
-            lambda c: c.callbacks.checkpoint_interval is not None,
-            "without callbacks.checkpoint_interval: a run leaves one checkpoint",
-            "set callbacks.checkpoint_interval",
+            lambda c: c.callbacks.saves_between,
+            "without callbacks.checkpoint_interval and callbacks.checkpoint_minutes",
+            "set one of them",
         ),
     )
     progress: bool = key(True, "bar over packs and updates")
@@ -1006,6 +1009,11 @@ class CallbacksConfig:
     extra: list[dict[str, Any]] = key(
         [], "your Lightning callbacks, each {_target_: package.Class, argument: value}"
     )
+
+    @property
+    def saves_between(self) -> bool:
+        """Whether checkpoints are saved before the end."""
+        return self.checkpoint_interval is not None or self.checkpoint_minutes is not None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1035,7 +1043,9 @@ class Config:
     recipe: Recipe = key(Recipe.train, "the verb")
     run_name: str = key("olmo_rl", "the run directory is outputs/${run_name}")
     seed: int = key(0, "of all randomness", min=0, below=2**32)
-    ckpt_path: str | None = key(None, "last, a checkpoint directory, or null")
+    ckpt_path: str | None = key(
+        None, "last; auto = last where there is a checkpoint, else start; a checkpoint directory; null"
+    )
     overwrite: bool = key(False, "train into a directory that holds a run")
     cache_dir: str = key("outputs/.cache", "warm starts and upcycled weights, shared by runs")
     init_from: str | None = key(

@@ -30,6 +30,7 @@ from olmo_rl.overrides import (
 from olmo_rl.refusals import refusals
 from olmo_rl.refusals.runs import RUN_MARKS
 from olmo_rl.replaced_runs import recover, replaced
+from olmo_rl.run_directory import settled
 from olmo_rl.run_lease import lease
 from olmo_rl.running.launchers import launched_rank
 from olmo_rl.types import Refusal
@@ -79,13 +80,14 @@ def run(config: Config) -> None:
     SystemExit(75) where a signal ended training after a checkpoint, Interrupted where nothing was saved, and
     RankFailed with the traceback of a rank that failed in another process.
     """
-    with prepared(config):
-        run_recipe(config)
+    with prepared(config) as accepted:
+        run_recipe(accepted)
 
 
 @contextmanager
-def prepared(config: Config) -> Iterator[None]:
-    """Refuse an invalid configuration with every reason; own the run directory while a block runs.
+def prepared(config: Config) -> Iterator[Config]:
+    """Refuse an invalid configuration with every reason; own the run directory while a block runs. Yields the
+    configuration to run, with `ckpt_path=auto` settled.
 
     Only rank 0 looks at the run directory: it may be writing there when another rank gets here.
     """
@@ -98,7 +100,11 @@ def prepared(config: Config) -> Iterator[None]:
             except Refusal as refusal:
                 reasons.extend(refusal.reasons)
             else:
-                recover(config)
+                if recover(config) and config.ckpt_path == "auto":
+                    reasons.append(
+                        "ckpt_path=auto: the run in place is the one that an earlier overwrite=true was to "
+                        "replace: give overwrite=true ckpt_path=null, or continue it with ckpt_path=last"
+                    )
         if config.recipe is not Recipe.validate:  # it reports these reasons together with those of the data
             reasons.extend(refusals(config if first else replace(config, run_dir="")))
         if reasons and first and RECIPES[config.recipe].ranks:
@@ -107,7 +113,7 @@ def prepared(config: Config) -> Iterator[None]:
             reasons = examine(config, reasons=reasons).reasons
         if reasons:
             raise Refusal(reasons)
-        yield
+        yield settled(config)
 
 
 def run_recipe(config: Config) -> None:

@@ -9,8 +9,14 @@ No torch: the table of refusals reads this too.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from olmo_rl.config import Config
@@ -24,6 +30,7 @@ LOG_EVENT = "log"  # the first event of a contract log, which contains its versi
 _READABLE = (0, FORMAT_VERSION)  # 0: written before versions existed, otherwise the same
 SCRATCH = ".incomplete"
 _PREFIX = "step-"
+_THREADS = 8  # that read files for their checksums
 
 
 def checkpoint_directory(run_dir: str | Path) -> Path:
@@ -50,8 +57,23 @@ def complete_checkpoints(run_dir: str | Path) -> list[Path]:
     return [path for path in named_checkpoints(run_dir) if checkpoint_fault(path) is None]
 
 
-def checkpoint_fault(path: str | Path) -> str | None:
-    """Return why this checkpoint cannot be read, naming the file; None where it is complete."""
+def prune_checkpoints(run_dir: str | Path, *, keep: int) -> None:
+    """Delete all but the `keep` newest complete checkpoints, and damaged ones older than those. Each loses
+    its name first: one that is deleted in part is never taken for a checkpoint.
+    """
+    kept = complete_checkpoints(run_dir)[-keep:]
+    for path in named_checkpoints(run_dir):
+        if path == kept[0]:
+            break
+        scratch = path.with_name(path.name + SCRATCH)
+        path.rename(scratch)
+        shutil.rmtree(scratch)
+
+
+def checkpoint_fault(path: str | Path, *, contents: bool = False) -> str | None:
+    """Return why this checkpoint cannot be read, naming the file; None where it is complete. `contents`: read
+    every file and compare its checksum, about a second for each 1.5 GB and thread.
+    """
     path = Path(path)
     if not path.is_dir():
         return "no such directory"
@@ -61,6 +83,9 @@ def checkpoint_fault(path: str | Path) -> str | None:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         expected = {str(name): int(size) for name, size in manifest["bytes"].items()}
         version = manifest.get("version", 0)
+        checksums = {str(name): str(digest) for name, digest in manifest.get("sha256", {}).items()}
+        if "sha256" in manifest and checksums.keys() != expected.keys():  # older manifests have none
+            raise KeyError("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is missing or damaged"
     if (fault := version_fault(version)) is not None:
@@ -71,40 +96,84 @@ def checkpoint_fault(path: str | Path) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} holds {file.stat().st_size} bytes of {size}"
-    return None
+    return _changed_file(path, checksums) if contents else None
+
+
+def _changed_file(path: Path, checksums: dict[str, str]) -> str | None:
+    """Return which file of a checkpoint differs from its checksum; None where none does."""
+    found = sha256_of([path / name for name in checksums])
+    changed = [
+        name for (name, digest), other in zip(checksums.items(), found, strict=True) if digest != other
+    ]
+    return f"{changed[0]} differs from its checksum" if changed else None
+
+
+def sha256_of(files: Sequence[Path]) -> list[str]:
+    """Return the SHA-256 of every file, read by several threads. A published hash of the standard library;
+    processors with SHA instructions compute it as fast as most disks read.
+    """
+
+    def one(file: Path) -> str:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(max_workers=_THREADS) as threads:
+        return list(threads.map(one, files))
+
+
+def settled(config: Config) -> Config:
+    """Return the configuration with `ckpt_path=auto` replaced: by `last` where the run has a complete
+    checkpoint, else a start, which sets aside what an attempt without a checkpoint left.
+    """
+    if config.ckpt_path != "auto":
+        return config
+    if not config.trains:  # recipe=rollout, which continues after the collections that exist
+        return replace(config, ckpt_path=None)
+    if complete_checkpoints(config.run_dir):
+        return replace(config, ckpt_path="last", init_from=None)
+    return replace(config, ckpt_path=None, overwrite=True)
 
 
 def resolve_checkpoint(config: Config) -> str | None:
-    """The directory that `ckpt_path` names, None for a fresh run. `last` is the newest complete checkpoint.
+    """Return the directory that `ckpt_path` names, None for a fresh run. `last` is the newest complete
+    checkpoint whose files have their checksums. Rank 0 reads the files; the other ranks load what it chose.
 
     Raises Refusal where there is none.
     """
     if config.ckpt_path is None:
         return None
+    contents = os.environ.get("RANK", "0") == "0"
     if config.ckpt_path == "last":
-        found = complete_checkpoints(config.run_dir)
-        if not found:
+        found = next(
+            (
+                path
+                for path in reversed(named_checkpoints(config.run_dir))
+                if checkpoint_fault(path, contents=contents) is None
+            ),
+            None,
+        )
+        if found is None:
             raise Refusal(
                 f"ckpt_path=last: {checkpoint_directory(config.run_dir)} holds no complete checkpoint: "
                 "start with ckpt_path=null overwrite=true, or give a path"
             )
-        return str(found[-1])
-    fault = checkpoint_fault(config.ckpt_path)
+        return str(found)
+    fault = checkpoint_fault(config.ckpt_path, contents=contents)
     if fault is not None:
         raise Refusal(f"ckpt_path={config.ckpt_path}: no whole checkpoint, {fault}: give another, or last")
     return config.ckpt_path
 
 
-def passed_over(config: Config) -> list[str]:
-    """One line for every damaged checkpoint that `ckpt_path=last` skips, newest first."""
-    if config.ckpt_path != "last":
-        return []
-    lines = []
-    for path in reversed(named_checkpoints(config.run_dir)):
-        fault = checkpoint_fault(path)
-        if fault is None:
-            break
-        lines.append(f"{path} is damaged, {fault}: passed over")
+def passed_over(config: Config, *, chosen: str | None) -> list[str]:
+    """Return one line for every damaged checkpoint that `ckpt_path=last` skips for an older one, newest
+    first.
+    """
+    lines: list[str] = []
+    if config.ckpt_path == "last":
+        for path in reversed(named_checkpoints(config.run_dir)):
+            if str(path) == chosen:
+                break
+            lines.append(f"{path} is damaged, {checkpoint_fault(path, contents=True)}: passed over")
     return lines
 
 
@@ -140,12 +209,49 @@ def finish_checkpoint(scratch: Path, *, final: Path) -> None:
     files = sorted(path for path in scratch.iterdir() if path.is_file() and path.name != MANIFEST)
     for file in files:
         _to_disk(file)
-    manifest = {"version": FORMAT_VERSION, "bytes": {file.name: file.stat().st_size for file in files}}
+    names = [file.name for file in files]
+    manifest = {
+        "version": FORMAT_VERSION,
+        "bytes": {file.name: file.stat().st_size for file in files},
+        "sha256": dict(zip(names, sha256_of(files), strict=True)),
+    }
     (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     _to_disk(scratch / MANIFEST)
     _to_disk(scratch)
     scratch.rename(final)
     _to_disk(final.parent)
+
+
+def disk_full(error: BaseException, *, directory: Path, needed: int) -> str | None:
+    """Return a sentence about the disk that a failed save ran out of, None where it failed for another
+    reason. `needed`: bytes of the checkpoint. Writers of torch do not always report the system's reason: free
+    space below what was needed counts too.
+    """
+    free = shutil.disk_usage(directory).free
+    full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for cause in causes(error))
+    if not full and free >= needed:
+        return None
+    mount = directory.resolve()
+    while not mount.is_mount():
+        mount = mount.parent
+    return (
+        f"disk full: a checkpoint in {directory} needs {needed / 2**20:,.0f} MiB, {mount} has "
+        f"{free / 2**20:,.0f} MiB free"
+    )
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """Return an error and everything that it was raised from, of several ranks too."""
+    found, left = [], [error]
+    while left:
+        one = left.pop()
+        found.append(one)
+        left += [
+            cause for cause in (one.__cause__, one.__context__) if cause is not None and cause not in found
+        ]
+        failures = getattr(one, "failures", {})  # torch's CheckpointException: rank -> (error, traceback)
+        left += [failure[0] for failure in failures.values() if failure[0] not in found]
+    return found
 
 
 def whole_lines(path: Path) -> None:

@@ -36,10 +36,12 @@ def generate(config: Config) -> None:
     groups = -(-samples * config.batch.steps_per_collection // config.rollouts.group_size)
 
     def draw(index: int) -> None:
+        path = directory / f"collection-{int(index):05d}.parquet"
+        if strategy.from_rank_zero(path.is_file):  # written before a requeue: ckpt_path=auto
+            return
         collection = source.draw(int(index), attempt=0, groups=groups)
         assert collection is not None, "a generating source is never exhausted"
         if strategy.global_rank == 0:
-            path = directory / f"collection-{int(index):05d}.parquet"
             judged = [sample for sample in collection.samples if math.isfinite(sample.reward)]
             failed = len(collection.samples) - len(judged)
             collection = replace(collection, samples=judged)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -16,6 +18,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from training_cases import MODEL, Run, config_of, files, fit, identical, masked, samples_of, write_files
 
+from olmo_rl import library
 from olmo_rl.config import (
     BatchConfig,
     BlockNorms,
@@ -41,9 +44,13 @@ from olmo_rl.run_directory import (
     finish_checkpoint,
     named_checkpoints,
     passed_over,
+    prune_checkpoints,
     resolve_checkpoint,
+    settled,
 )
-from olmo_rl.running.metrics_csv import MetricsCsv
+from olmo_rl.running.callbacks import evaluations_of
+from olmo_rl.running.metrics_csv import MetricsCsv, read_metrics
+from olmo_rl.running.rank_process import handled_signals
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.optimizer import parameter_groups
 from olmo_rl.types import Refusal
@@ -338,7 +345,10 @@ def test_the_newest_whole_checkpoint_is_chosen_by_number_and_names_alone_do_not_
     (directory / "step-13").mkdir()
     assert resolve_checkpoint(config) == str(directory / "step-10")
     damage = f"is damaged, {MANIFEST} is missing or damaged: passed over"
-    assert passed_over(config) == [f"{directory / name} {damage}" for name in ("step-13", "step-12")]
+    chosen = resolve_checkpoint(config)
+    assert passed_over(config, chosen=chosen) == [
+        f"{directory / name} {damage}" for name in ("step-13", "step-12")
+    ]
 
 
 def test_a_checkpoint_that_lost_any_file_or_any_byte_is_passed_over_and_refused_by_that_file(
@@ -352,15 +362,20 @@ def test_a_checkpoint_that_lost_any_file_or_any_byte_is_passed_over_and_refused_
     assert {path.name for path in files} == {".metadata", "__0_0.distcp", MANIFEST, "meta.pt"}
     for path in files:
         whole = path.read_bytes()
-        for damage in (None, b"", whole[: len(whole) // 2], whole[:-1], whole + b"0"):
+        # A changed checksum in the manifest looks like another file.
+        named = path.name if path.name != MANIFEST else r"(manifest\.json|differs from its checksum)"
+        middle, bit = len(whole) // 2, bytes([whole[len(whole) // 2] ^ 1])
+        flipped = whole[:middle] + bit + whole[middle + 1 :]
+        for damage in (None, b"", whole[:middle], whole[:-1], whole + b"0", flipped):
             path.unlink(missing_ok=True)
             if damage is not None:
                 path.write_bytes(damage)
             last = replace(config, ckpt_path="last")
-            assert resolve_checkpoint(last) == str(newest.with_name("step-2"))
-            assert len(passed_over(last)) == 1
-            assert path.name in passed_over(last)[0]
-            with pytest.raises(Refusal, match=f"no whole checkpoint, .*{path.name}"):
+            chosen = resolve_checkpoint(last)
+            assert chosen == str(newest.with_name("step-2"))
+            (line,) = passed_over(last, chosen=chosen)
+            assert re.search(named, line)
+            with pytest.raises(Refusal, match=f"no whole checkpoint, .*{named}"):
                 resolve_checkpoint(replace(config, ckpt_path=str(newest)))
         path.write_bytes(whole)
     assert resolve_checkpoint(replace(config, ckpt_path="last")) == str(newest)
@@ -481,7 +496,13 @@ def test_checkpoints_have_a_version_and_another_one_is_refused_by_name(tmp_path:
     (tmp_path / "new" / "weights").write_bytes(b"1234")
     finish_checkpoint(tmp_path / "new", final=tmp_path / "step-1")
     manifest = json.loads((tmp_path / "step-1" / MANIFEST).read_text())
-    assert manifest == {"version": FORMAT_VERSION, "bytes": {"weights": 4}}
+    # SHA-256 of "1234", as sha256sum prints it.
+    digest = "03ac674216f3e15c761ee1a5e255f067953623c8b388b4459e13f978d7c846f4"
+    assert manifest == {
+        "version": FORMAT_VERSION,
+        "bytes": {"weights": 4},
+        "sha256": {"weights": digest},
+    }
     assert checkpoint_fault(tmp_path / "step-1") is None
     for version, fault in (
         (None, None),
@@ -505,7 +526,7 @@ class SignalDuringUpdate(Callback):
             os.kill(os.getpid(), self._number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_the_run_after_its_update_with_a_checkpoint_to_resume_from(
     straight: Run, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -518,6 +539,157 @@ def test_a_signal_ends_the_run_after_its_update_with_a_checkpoint_to_resume_from
     assert names(tmp_path / "run") == ["step-3"]
     assert signal.getsignal(number) == handler
     check_same_end(fit(resumed(config, updates=4)), straight)
+
+
+def test_checkpoints_follow_minutes_too(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    saving = CallbacksConfig(progress=False, pictures=False, checkpoint_minutes=1e-9, keep_checkpoints=3)
+    fit(file_config(tmp_path / "run", updates=3, callbacks=saving))
+    assert names(tmp_path / "run") == ["step-1", "step-2", "step-3"]
+
+
+def test_a_full_disk_is_named_with_numbers_and_earlier_checkpoints_stay(
+    straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=4, interval=1)
+    synced = os.fsync
+
+    def full(descriptor: int) -> None:
+        if names(tmp_path / "run") != ["step-1.incomplete"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        synced(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(Refusal) as caught:
+            fit(config)
+    (reason,) = caught.value.reasons
+    directory = tmp_path / "run" / "checkpoints"
+    assert reason.startswith(f"disk full: a checkpoint in {directory} needs ")
+    assert "MiB free: free space there and continue with ckpt_path=last; step-1 is complete" in reason
+    check_same_end(fit(resumed(config, updates=4)), straight)
+
+
+def test_learning_rate_schedule_and_weight_decay_of_a_resumed_run_act(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=2, optim=replace(OPTIM, weight_decay=0.0))
+    first = fit(config)
+    changed = replace(OPTIM, lr=2e-2, weight_decay=0.05, schedule=ScheduleKind.linear, warmup_steps=0)
+    second = fit(replace(resumed(config, updates=4), optim=changed))
+    # Of four updates two are done: factors 1 - 2/4 and 1 - 3/4.
+    rates = [event["lr"] for event in second.events("optimizer")]
+    assert rates == pytest.approx([0.0025, 0.005, 0.01, 0.005])
+    decays = {group["weight_decay"] for group in second.trainer.optimizers[0].param_groups}
+    assert decays == {0.0, 0.05}
+    assert len(first.trainer.optimizers[0].param_groups) < len(second.trainer.optimizers[0].param_groups)
+    back = fit(replace(resumed(config, updates=5), optim=replace(OPTIM, weight_decay=0.0)))
+    assert back.events("optimizer")[-1]["lr"] == pytest.approx(0.01)
+
+
+def test_state_of_the_optimizer_belongs_to_names_when_groups_change(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=2, optim=replace(OPTIM, weight_decay=0.0))
+    first = fit(config)
+    second = fit(resumed(replace(config, optim=OPTIM), updates=2))  # nothing left to train
+
+    def states(run: Run) -> dict[str, dict[str, torch.Tensor]]:
+        state = run.trainer.optimizers[0].state
+        return {name: dict(state[p]) for name, p in run.module.policy.named_parameters()}
+
+    ours, theirs = states(first), states(second)
+    assert ours.keys() == theirs.keys()
+    assert all(identical(ours[name], theirs[name]) for name in ours)
+
+
+def test_decays_of_the_averages_that_differ_from_the_checkpoint_are_refused_by_key(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=1)
+    fit(config)
+    other = replace(OPTIM, beta1=0.5, beta2=0.9, eps=1e-6)
+    with pytest.raises(Refusal) as caught:
+        fit(replace(resumed(config, updates=2), optim=other))
+    assert [reason.partition(":")[0] for reason in caught.value.reasons] == [
+        "optim.beta1=0.5",
+        "optim.beta2=0.9",
+        "optim.eps=1e-06",
+    ]
+    assert "optim.beta1=0.9" in caught.value.reasons[0]
+
+
+def test_a_checkpoint_that_torch_cannot_read_is_refused(tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=1)
+    fit(config)
+    muon = replace(OPTIM, kind=OptimizerKind.muon)
+    with pytest.raises(Refusal, match=r"ckpt_path: .*step-1 cannot be read, RuntimeError: Missing key"):
+        fit(replace(resumed(config, updates=2), optim=muon))
+
+
+def test_auto_starts_where_no_checkpoint_is_complete_and_resumes_where_one_is(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    weights.touch()
+    config = file_config(tmp_path / "run", updates=2, ckpt_path="auto", init_from=str(weights))
+    started = settled(config)
+    assert (started.ckpt_path, started.init_from, started.overwrite) == (None, str(weights), True)
+    write_checkpoint(tmp_path / "run", step=2)
+    goes_on = settled(config)
+    assert (goes_on.ckpt_path, goes_on.init_from, goes_on.overwrite) == ("last", None, False)
+    assert settled(replace(config, ckpt_path="last")).ckpt_path == "last"
+    assert refusals(replace(config, init_from=None)) == []
+    (tmp_path / "run" / "checkpoints" / "step-2" / "meta.pt").unlink()
+    (line,) = refusals(replace(config, init_from=None))
+    assert "holds no complete checkpoint" in line
+
+
+def test_an_attempt_that_saved_nothing_is_started_again_by_auto(straight: Run, tmp_path: Path) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=4, ckpt_path="auto")
+    (tmp_path / "run" / "metrics.csv").write_text("step\n1\n2\n")
+    (tmp_path / "run" / "training_contract_rank0.jsonl").write_text('{"event": "optimizer", "step": 1}\n')
+    library.run(config)
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    lines = (tmp_path / "run" / "training_contract_rank0.jsonl").read_text().splitlines()
+    steps = [event["step"] for event in map(json.loads, lines) if event["event"] == "optimizer"]
+    assert steps == [1, 2, 3, 4]
+    library.run(replace(config, trainer=TrainerConfig(max_steps=5)))
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.csv")] == [1, 2, 3, 4, 5]
+
+
+def test_checkpoints_that_are_deleted_in_part_have_no_name_and_damaged_old_ones_go(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write_checkpoint(tmp_path, step=step)
+    directory = tmp_path / "checkpoints"
+    (directory / "step-1" / "meta.pt").unlink()
+    (directory / "step-4" / "meta.pt").unlink()
+    prune_checkpoints(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def test_evaluations_of_updates_that_a_resume_undid_do_not_count() -> None:
+    def update(step: int) -> dict[str, Any]:
+        return {"event": "optimizer", "step": step}
+
+    def evaluation(step: int, accuracy: float) -> dict[str, Any]:
+        return {"event": "evaluation", "step": step, "accuracy": accuracy}
+
+    straight = [evaluation(0, 0.1), update(1), update(2), evaluation(2, 0.2), update(3), evaluation(3, 0.3)]
+    assert evaluations_of(straight) == {0: 0.1, 2: 0.2, 3: 0.3}
+    again = [*straight, update(2), update(3)]  # killed, and resumed after update 1, without evaluations
+    assert evaluations_of(again) == {0: 0.1}
+    assert evaluations_of([*again, evaluation(3, 0.4)]) == {0: 0.1, 3: 0.4}
+
+
+def test_a_closed_terminal_is_ignored_where_nohup_says_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert signal.SIGHUP in handled_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert signal.SIGHUP not in handled_signals()
+        assert signal.SIGTERM in handled_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # Weights in and out

@@ -130,6 +130,7 @@ SETTINGS = {
     "reference": "balance=reference packing=consecutive strategy=expert_parallel trainer.devices=4",
     "plan": "recipe=plan",
     "rollout": "recipe=rollout callbacks.checkpoint_interval=5",
+    "one checkpoint": "callbacks.checkpoint_minutes=null",
     "serve": "recipe=serve",
     "export": "recipe=export",
     "score": "recipe=score",

@@ -18,10 +18,12 @@ from olmo_rl.config import (
     BatchConfig,
     BlockNorms,
     Config,
+    Dtype,
     LossConfig,
     OptimConfig,
     PackingConfig,
     PackingKind,
+    PolicyConfig,
     Recipe,
     Reduction,
     RolloutsConfig,
@@ -39,7 +41,7 @@ from olmo_rl.policy.weights import load_weights
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.ranks import run_ranks
-from olmo_rl.running.warm_start import warm_start
+from olmo_rl.running.warm_start import code_digest, warm_start
 from olmo_rl.types import Sample, Topology
 
 WARM = WarmStartConfig(steps=2, lr=5e-3, samples_per_step=6)
@@ -121,8 +123,9 @@ def test_an_equal_configuration_uses_the_cached_weights_and_says_so(
         {"loss": LossConfig(router_aux_weight=0.01)},
         {"seed": 3},
         {"optim": OptimConfig(lr=1e-2, warmup_steps=0, max_grad_norm=0.1)},
+        {"policy": PolicyConfig(expert_dtype=Dtype.bfloat16)},
     ],
-    ids=["rate", "reduction", "router", "seed", "clipping"],
+    ids=["rate", "reduction", "router", "seed", "clipping", "experts"],
 )
 def test_whatever_shapes_the_warmed_weights_makes_new_ones(
     trained: Config, tmp_path: Path, sections: dict[str, Any]
@@ -132,6 +135,17 @@ def test_whatever_shapes_the_warmed_weights_makes_new_ones(
     assert other is not None
     assert Path(other).name != path.name
     assert not identical(load_file(other), load_file(path))
+
+
+def test_other_code_has_another_digest(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    before = code_digest(tmp_path)
+    (tmp_path / "notes.txt").write_text("no code")
+    assert code_digest(tmp_path) == before
+    (tmp_path / "a.py").write_text("x = 2")
+    after = code_digest(tmp_path)
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert len({before, after, code_digest(tmp_path)}) == 3
 
 
 def test_other_weights_in_the_same_place_make_new_ones(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from olmo_rl.backends import importable
 from olmo_rl.config import Config, Recipe, TaskKind
 from olmo_rl.hf.formats import is_hf_directory
 from olmo_rl.refusals.rule import Rule, value_of
-from olmo_rl.run_directory import checkpoint_fault, complete_checkpoints
+from olmo_rl.run_directory import checkpoint_fault, complete_checkpoints, named_checkpoints
 
+WORDS = ("last", "auto")  # of ckpt_path; everything else is a path
 # Names that a run leaves in its directory, by the recipe that would write them again.
 _TRAINING_MARKS = ("metrics.csv", "checkpoints", "reference", "training_contract_rank*.jsonl")
 RUN_MARKS: dict[Recipe, tuple[str, ...]] = {
@@ -35,12 +36,28 @@ def run_files(config: Config) -> list[Path]:
 def _absent(config: Config, key: str) -> bool:
     """Selects paths that do not exist."""
     path = value_of(config, key)
-    return path is not None and (key, path) != ("ckpt_path", "last") and not Path(path).exists()
+    if path is None or (key == "ckpt_path" and path in WORDS):
+        return False
+    return not Path(path).exists()
+
+
+def _continues(config: Config) -> bool:
+    """Whether this command goes on where an earlier one of the same directory stopped."""
+    if config.recipe is Recipe.rollout:
+        return config.ckpt_path == "auto"
+    return config.trains and config.ckpt_path in WORDS
+
+
+def _nothing_complete(config: Config) -> bool:
+    """Whether there is no checkpoint for `last`; or, for `auto`, which would start, damaged ones alone."""
+    wanted = config.ckpt_path == "last"
+    wanted = wanted or (config.ckpt_path == "auto" and bool(named_checkpoints(config.run_dir)))
+    return wanted and not complete_checkpoints(config.run_dir)
 
 
 def _damaged(checkpoint: str | None) -> bool:
     """Whether this directory is no whole checkpoint; another rule refuses one that does not exist."""
-    if checkpoint is None or checkpoint == "last" or not Path(checkpoint).exists():
+    if checkpoint is None or checkpoint in WORDS or not Path(checkpoint).exists():
         return False
     return checkpoint_fault(checkpoint) is not None
 
@@ -61,7 +78,7 @@ def _importable(entry: object) -> bool:
 
 def _is_cleared(config: Config, weights: str | None) -> bool:
     """Whether overwrite=true removes `weights`."""
-    if weights is None or weights == "last":
+    if weights is None or weights in WORDS:
         return False
     path = Path(weights).resolve()
     return any(path.is_relative_to(mark.resolve()) for mark in run_files(config))
@@ -127,15 +144,13 @@ RUN = (
         keys="run_name recipe",
         refuses="the run directory holds an earlier run of this recipe (read from disk)",
         fix="continue it with ckpt_path=last, replace it with overwrite=true, or choose another run_name",
-        when=lambda c: bool(run_files(c)) and not c.overwrite and not (c.trains and c.ckpt_path == "last"),
+        when=lambda c: bool(run_files(c)) and not c.overwrite and not _continues(c),
     ),
     Rule(
         keys="ckpt_path run_name",
         refuses="the run directory holds no complete checkpoint (read from disk)",
         fix="start with ckpt_path=null",
-        when=lambda c: (
-            c.trains and bool(c.run_dir) and c.ckpt_path == "last" and not complete_checkpoints(c.run_dir)
-        ),
+        when=lambda c: c.trains and bool(c.run_dir) and _nothing_complete(c),
     ),
     Rule(
         keys="ckpt_path",
@@ -147,7 +162,7 @@ RUN = (
         keys="ckpt_path overwrite",
         refuses="continuing a run and replacing it exclude each other",
         fix="drop one of them",
-        when=lambda c: c.trains and c.ckpt_path == "last" and c.overwrite,
+        when=lambda c: _continues(c) and c.overwrite,
     ),
     Rule(
         keys="ckpt_path init_from loss.reference overwrite",
@@ -160,13 +175,13 @@ RUN = (
         keys="ckpt_path init_from",
         refuses="a resumed run takes its weights from the checkpoint",
         fix="drop one of them",
-        when=lambda c: c.ckpt_path is not None and c.init_from is not None,
+        when=lambda c: c.ckpt_path not in (None, "auto") and c.init_from is not None,
     ),
     Rule(
         keys="ckpt_path recipe",
         refuses="only train and sft resume",
-        fix="name the weights with init_from",
-        when=lambda c: c.ckpt_path is not None and not c.trains,
+        fix="name the weights with init_from, or give recipe=rollout ckpt_path=auto to continue collections",
+        when=lambda c: c.ckpt_path is not None and not c.trains and not _continues(c),
     ),
     Rule(
         keys="ckpt_path init_from loss.reference imports.path",

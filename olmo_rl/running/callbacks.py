@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -121,6 +121,19 @@ def log_known(module: LightningModule, name: str, value: float | None) -> None:
         module.log(name, value, batch_size=1)
 
 
+def evaluations_of(events: Iterable[dict[str, Any]]) -> dict[int, float | None]:
+    """Return the accuracies in a contract log by update. An update that is repeated after a resume removes
+    those of the policies that it undoes.
+    """
+    found: dict[int, float | None] = {}
+    for event in events:
+        if event["event"] == "evaluation":
+            found[event["step"]] = event["accuracy"]
+        elif event["event"] == "optimizer" and found and event["step"] <= max(found):
+            found = {step: value for step, value in found.items() if step < event["step"]}
+    return found
+
+
 class Evaluation(Callback):
     """Greedy accuracy on held-out problems: before the first update, every `task.eval_interval` updates, at
     the end.
@@ -137,13 +150,13 @@ class Evaluation(Callback):
         self.results: dict[int, float | None] = {}  # None: nothing was judged
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Accuracies of the run that this one continues, from its contract log."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take accuracies of the run that this one continues from its contract log, up to its checkpoint."""
         path = Path(self._config.run_dir) / "training_contract_rank0.jsonl"
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            event = json.loads(line)
-            if event["event"] == "evaluation" and self._config.ckpt_path is not None:
-                self.results[event["step"]] = event["accuracy"]
+        if self._config.ckpt_path is not None and path.is_file():
+            with path.open(encoding="utf-8") as lines:
+                found = evaluations_of(map(json.loads, lines))
+            self.results = {step: value for step, value in found.items() if step <= trainer.global_step}
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

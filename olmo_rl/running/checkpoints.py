@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -18,31 +19,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 from olmo_rl.config import Config
 from olmo_rl.replaced_runs import discard_replaced
 from olmo_rl.run_directory import (
     SCRATCH,
+    causes,
     checkpoint_directory,
     checkpoint_path,
     complete_checkpoints,
+    disk_full,
     finish_checkpoint,
+    prune_checkpoints,
 )
-from olmo_rl.running.rank_process import SIGNALS, say
+from olmo_rl.running.rank_process import handled_signals, leave_terminal, say
 from olmo_rl.training.lightning_internals import write_row
-from olmo_rl.types import Refusal
+from olmo_rl.types import RankFailed, Refusal
 
 # For ranks that were refused the same to come together; a rank that was not never comes.
 _TOGETHER = timedelta(seconds=20)
 
 
 class Checkpoints(Callback):
-    """Saves every `callbacks.checkpoint_interval` updates, at the end, and before an interruption or a
-    refusal that met every rank ends the run.
+    """Saves every `callbacks.checkpoint_interval` updates, `callbacks.checkpoint_minutes` after the last
+    save, at the end, and before an interruption or a refusal that met every rank ends the run.
 
-    SIGINT, SIGTERM and SIGUSR1 set a flag; after the current update all ranks agree on it, save outside the
-    handler and stop. `interrupted` then makes the recipe exit with code 75. A second SIGINT ends at once.
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 set a flag; after the current update all ranks agree on it, save
+    outside the handler and stop. `interrupted` then makes the recipe exit with code 75. A second SIGINT ends
+    at once.
     """
 
     def __init__(self, config: Config) -> None:
@@ -51,12 +57,14 @@ class Checkpoints(Callback):
         self.interrupted = False
         self._handlers: dict[signal.Signals, Any] = {}
         self._last_saved = -1
+        self._saved_at = time.monotonic()
         self._leavers: dist.ProcessGroup | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > 0:
             self._last_saved = trainer.global_step  # where this run resumes
+        self._saved_at = time.monotonic()
         if trainer.world_size > 1:
             # Apart from the group that updates use: a rank may be in the middle of a collective there.
             # Its own timeout too: a rank other than 0 waits in the barrier for as long as its group allows.
@@ -64,7 +72,7 @@ class Checkpoints(Callback):
         if trainer.is_global_zero:  # what a killed run was writing
             for scratch in checkpoint_directory(self._config.run_dir).glob(f"step-*{SCRATCH}"):
                 shutil.rmtree(scratch)
-        for number in SIGNALS:
+        for number in handled_signals():
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     @override
@@ -99,6 +107,7 @@ class Checkpoints(Callback):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
+        leave_terminal(number)
         if self._signals.count(signal.SIGINT) > 1:
             say("a second Ctrl-C: ended at once, updates since the last checkpoint are lost")
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -108,23 +117,29 @@ class Checkpoints(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        number = torch.tensor([max(self._signals, default=0)], device=pl_module.device)
+        flags = torch.tensor([max(self._signals, default=0), self._minutes_are_over()])
+        flags = flags.to(pl_module.device)
         if trainer.world_size > 1:
-            dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        self.interrupted = bool(number.item())
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        number, late = flags.tolist()
+        self.interrupted = bool(number)
         interval = self._config.callbacks.checkpoint_interval
         step = trainer.global_step  # 0 while the first steps have nothing to train on
         due = interval is not None and step // interval > max(0, self._last_saved) // interval
-        if self.interrupted or due:
+        if self.interrupted or due or (late and step > 0):
             self._save(trainer)
         if self.interrupted:
             trainer.should_stop = True
             if trainer.is_global_zero:
                 print(
-                    f"interrupted by {signal.Signals(int(number)).name}, saved after update {step}: continue "
+                    f"interrupted by {signal.Signals(number).name}, saved after update {step}: continue "
                     f"{self._config.run_dir} with ckpt_path=last",
                     flush=True,
                 )
+
+    def _minutes_are_over(self) -> bool:
+        minutes = self._config.callbacks.checkpoint_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -142,13 +157,42 @@ class Checkpoints(Callback):
         if trainer.is_global_zero and scratch.exists():
             shutil.rmtree(scratch)
         trainer.strategy.barrier()
-        trainer.save_checkpoint(scratch)
-        trainer.strategy.barrier()
+        needed = state_bytes(trainer)
+        try:
+            trainer.save_checkpoint(scratch)
+            trainer.strategy.barrier()
+            if trainer.is_global_zero:
+                if final.exists():  # damaged: a complete one would have been resumed from
+                    shutil.rmtree(final)
+                finish_checkpoint(scratch, final=final)
+        except (CheckpointException, OSError, RuntimeError) as error:  # the first is no Exception
+            if (failed := self._failed_save(error, scratch=scratch, needed=needed)) is None:
+                raise
+            raise failed from error
         if trainer.is_global_zero:
-            if final.exists():  # damaged: a whole one would have been resumed from
-                shutil.rmtree(final)
-            finish_checkpoint(Path(scratch), final=final)
             discard_replaced(self._config)
-            for old in complete_checkpoints(self._config.run_dir)[: -self._config.callbacks.keep_checkpoints]:
-                shutil.rmtree(old)
+            prune_checkpoints(self._config.run_dir, keep=self._config.callbacks.keep_checkpoints)
         trainer.strategy.barrier()
+        self._saved_at = time.monotonic()
+
+    def _failed_save(self, error: BaseException, *, scratch: Path, needed: int) -> Exception | None:
+        """Return what a failed save raises in place of its error, None: that error. Earlier checkpoints are
+        complete and stay.
+        """
+        saved = complete_checkpoints(self._config.run_dir)
+        kept = f"{saved[-1].name} is complete" if saved else "there is no earlier checkpoint"
+        if (full := disk_full(error, directory=scratch.parent, needed=needed)) is not None:
+            return Refusal(f"{full}: free space there and continue with ckpt_path=last; {kept}")
+        if isinstance(error, Exception):
+            return None
+        first = causes(error)[-1]
+        return RankFailed(f"{scratch}: the save failed, {type(first).__name__}: {first}; {kept}")
+
+
+def state_bytes(trainer: Trainer) -> int:
+    """Return the bytes of all tensors of a checkpoint, of all ranks: weights and the optimizer's state."""
+    tensors: list[torch.Tensor] = [*trainer.lightning_module.parameters()]
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -48,12 +48,13 @@ class MetricsCsv(Logger):
         self.read_existing()
         row = {"step": str(step)} | {name: repr(float(value)) for name, value in sorted(metrics.items())}
         row.pop("epoch", None)
-        kept = [old for old in self._rows if int(old["step"]) < step]
+        continues = not self._rows or int(self._rows[-1]["step"]) < step
+        kept = self._rows if continues else [old for old in self._rows if int(old["step"]) < step]
         new_columns = [name for name in row if name not in self._columns]
         self._columns += new_columns
-        truncated = len(kept) < len(self._rows)
-        self._rows = [*kept, row]
-        if new_columns or truncated or not self._path.is_file():
+        kept.append(row)
+        self._rows = kept
+        if new_columns or not continues or not self._path.is_file():
             self._rewrite()
         else:
             with self._path.open("a", newline="") as file:

@@ -1,8 +1,8 @@
 """What every process of a job shares, rank or supervisor: an entry and its call, who a rank is, where ranks
 meet, what a signal does.
 
-SIGINT, SIGTERM and SIGUSR1 end a rank at once, unless it holds them to save first (checkpoints.py). Torch is
-imported where it is used: a process pays for what its part needs.
+SIGINT, SIGTERM, SIGHUP and SIGUSR1 end a rank at once, unless it holds them to save first (checkpoints.py).
+Torch is imported where it is used: a process pays for what its part needs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from olmo_rl.types import Interrupted
 
 Entry = Callable[[Config], None]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what ends a job, and is passed on to its ranks
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # end a job; passed on to its ranks
 
 
 def threads_per_rank(local_ranks: int) -> int:
@@ -81,17 +82,36 @@ def imported(entry: Entry | str) -> Entry:
     return cast(Entry, getattr(importlib.import_module(module), name))
 
 
+def handled_signals() -> list[signal.Signals]:
+    """List the signals that end this job. SIGHUP is left out where it is ignored, as under nohup."""
+    return [s for s in SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+
+
+def leave_terminal(number: int) -> None:
+    """After SIGHUP, send further output nowhere: the terminal is closed, and a write to it would fail."""
+    if number != signal.SIGHUP:
+        return
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGUSR1 raise Interrupted in the main thread; afterwards they do what they did."""
+    """SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise Interrupted in the main thread; afterwards they do what they
+    did.
+    """
 
     def end(signum: int, _frame: FrameType | None) -> NoReturn:
+        leave_terminal(signum)
         raise Interrupted(128 + signum)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # Python hands signals to the main thread only
         return
-    before = {signum: signal.signal(signum, end) for signum in SIGNALS}
+    before = {signum: signal.signal(signum, end) for signum in handled_signals()}
     try:
         yield
     finally:

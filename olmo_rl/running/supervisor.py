@@ -25,13 +25,14 @@ from types import FrameType, TracebackType
 from olmo_rl.config import Config
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.rank_process import (
-    SIGNALS,
     Entry,
     call,
     end_with_parent,
+    handled_signals,
     identity_of,
     imported,
     leave_process_group,
+    leave_terminal,
     rendezvous,
     say,
     threads_per_rank,
@@ -162,6 +163,7 @@ def _forwarded_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         received.append(signum)
+        leave_terminal(signum)
         at_once = received.count(signal.SIGINT) > 1
         if at_once:
             say("a second Ctrl-C: ended at once, updates since the last checkpoint are lost")
@@ -174,7 +176,7 @@ def _forwarded_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received  # Python hands signals to the main thread only
         return
-    before = {signum: signal.signal(signum, forward) for signum in SIGNALS}
+    before = {signum: signal.signal(signum, forward) for signum in handled_signals()}
     try:
         yield received
     finally:

@@ -54,8 +54,7 @@ def fit(
     """Train to `trainer.max_steps` or the end of the data, from `checkpoint` where there is one; the trainer,
     and whether a signal ended the run early (its checkpoint is saved). A collective of all ranks.
     """
-    for line in passed_over(config):
-        rank_zero_only(print)(line, flush=True)
+    _report_damaged(config, chosen=checkpoint)
     checkpoints = Checkpoints(config)
     callbacks: list[Callback] = [contract, *evaluations]
     if config.callbacks.pictures:
@@ -73,6 +72,13 @@ def fit(
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return trainer, checkpoints.interrupted
+
+
+@rank_zero_only
+def _report_damaged(config: Config, *, chosen: str | None) -> None:
+    """Print which checkpoints are passed over; rank 0 alone reads them."""
+    for line in passed_over(config, chosen=chosen):
+        print(line, flush=True)
 
 
 def build_loggers(config: Config) -> list[Logger]:

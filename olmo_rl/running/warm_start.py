@@ -9,6 +9,9 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+
+from olmo_rl.backends import attention_of, linear_of
 from olmo_rl.collections.supervised import SupervisedDataModule, TaskDemonstrations
 from olmo_rl.config import Config, ScheduleKind
 from olmo_rl.data.prompting import task_of
@@ -95,8 +98,16 @@ def _contents(path: str | None) -> str | None:
     return digest.hexdigest()
 
 
+def code_digest(package: Path) -> str:
+    """Return a hash of the source files of a package: other code may train other weights."""
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
 def _digest(config: Config) -> str:
-    """Of every value that shapes the warmed weights."""
+    """Return a hash of everything that determines the warmed weights."""
     parts = {
         "seed": config.seed,
         "init_from": config.init_from,
@@ -107,7 +118,10 @@ def _digest(config: Config) -> str:
         "packing": asdict(config.packing),
         "optim": asdict(config.optim),
         "loss": {name: value for name, value in asdict(config.loss).items() if name in _SHAPING_LOSSES},
-        "dtype": config.policy.dtype.value,
+        "policy": asdict(config.policy),
+        "backends": [attention_of(config), linear_of(config), config.expert_dtype.value],
+        "device": config.trainer.accelerator,
         "topology": [config.trainer.world_size, config.strategy.ep_degree],
+        "code": [torch.__version__, code_digest(Path(__file__).parents[1])],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

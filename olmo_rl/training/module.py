@@ -24,7 +24,13 @@ from olmo_rl.policy.logprobs import check_logprobs
 from olmo_rl.policy.weights import load_weights
 from olmo_rl.training.frozen_reference import FrozenReference, build_reference, check_fingerprint
 from olmo_rl.training.lightning_internals import forget_logged
-from olmo_rl.training.optimizer import build_optimizer, rate_factor
+from olmo_rl.training.optimizer import (
+    build_optimizer,
+    check_moments,
+    moments_of,
+    rate_factor,
+    resume_rates,
+)
 from olmo_rl.training.scoring import ScoringSchedule
 from olmo_rl.training.step import Learner, Objective, StepResult, publish, route_mode, run_step, score_step
 from olmo_rl.training.step_report import metrics_of, warn_of_mismatch
@@ -227,9 +233,20 @@ class PolicyModule(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["skipped_updates"] = self.skipped_updates
+        checkpoint["nonfinite_in_a_row"] = self._nonfinite_in_a_row
+        checkpoint["moments"] = moments_of(self.config.optim)
         checkpoint["reference"] = None if self.reference is None else self.reference.fingerprint
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.skipped_updates = checkpoint["skipped_updates"]
+        self._nonfinite_in_a_row = checkpoint.get("nonfinite_in_a_row", 0)
+        check_moments(self.config.optim, saved=checkpoint.get("moments", {}))
+        (schedule,) = checkpoint["lr_schedulers"]
+        schedule |= resume_rates(
+            self.trainer.optimizers[0],
+            config=self.config.optim,
+            total=self.config.trainer.max_steps,
+            step=schedule["last_epoch"],
+        )
         check_fingerprint(self.reference, expected=checkpoint.get("reference"), config=self.config)

@@ -18,7 +18,7 @@ Shapes: E experts of a rank, M x N one matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from olmo_rl.config import OptimConfig, OptimizerKind, ScheduleKind
+from olmo_rl.types import Refusal
 
 # Newton-Schulz coefficients of the quintic a x + b x^3 + c x^5, chosen by Jordan for a steep slope at zero.
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -111,6 +112,45 @@ def rate_factor(config: OptimConfig, *, total: int) -> Callable[[int], float]:
         return 1 - (1 - floor) * done
 
     return factor
+
+
+def moments_of(config: OptimConfig) -> dict[str, float | str]:
+    """Return the keys of `optim` on which the optimizer's state depends, with their values."""
+    values: dict[str, float | str] = {
+        "kind": config.kind.value,
+        "beta1": config.beta1,
+        "beta2": config.beta2,
+        "eps": config.eps,
+    }
+    return values | ({"muon_momentum": config.muon_momentum} if config.kind is OptimizerKind.muon else {})
+
+
+def check_moments(config: OptimConfig, *, saved: Mapping[str, float | str]) -> None:
+    """Refuse to continue averages with other decays than they were started with, key by key. `saved`: those
+    of the checkpoint; a checkpoint from before they were saved has none.
+    """
+    ours = moments_of(config)
+    reasons = [
+        f"optim.{name}={ours[name]}: the checkpoint was trained with optim.{name}={value}, which its "
+        "averages contain: give that value, or start a new run with init_from"
+        for name, value in saved.items()
+        if name in ours and ours[name] != value
+    ]
+    if reasons:
+        raise Refusal(reasons)
+
+
+def resume_rates(
+    optimizer: torch.optim.Optimizer, *, config: OptimConfig, total: int, step: int
+) -> dict[str, list[Any]]:
+    """Set the learning rate of the update after `step` in every group, and return what the scheduler's state
+    says about groups: rate and schedule of the configuration act on a resumed run.
+    """
+    rate = config.lr * rate_factor(config, total=total)(step)
+    for group in optimizer.param_groups:
+        group["initial_lr"], group["lr"] = config.lr, rate
+    count = len(optimizer.param_groups)
+    return {"base_lrs": [config.lr] * count, "_last_lr": [rate] * count, "lr_lambdas": [None] * count}
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -40,6 +41,7 @@ from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder, require_context
 from olmo_rl.policy.logprobs import LogprobRequest
 from olmo_rl.policy.loss import ScoredSlots
 from olmo_rl.policy.weights import check_weights
+from olmo_rl.run_directory import causes
 from olmo_rl.types import Refusal, Topology
 
 T = TypeVar("T")
@@ -131,12 +133,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         assert self.model is not None
         check_weights(cast(Any, self.lightning_module).decoder, str(path), key="ckpt_path")
         weights = {"state_dict": get_model_state_dict(self.model)}
-        dcp.load(weights, checkpoint_id=path)
+        _load(weights, path)
         set_model_state_dict(self.model, weights["state_dict"])
         for index, optimizer in enumerate(self.optimizers):
             own = get_optimizer_state_dict(self.model, optimizer)
             _refuse_another_optimizer(own["state"], prefix=f"optimizer_{index}.state", path=path)
-            dcp.load({f"optimizer_{index}": {"state": own["state"]}}, checkpoint_id=path)  # in place
+            _load({f"optimizer_{index}": {"state": own["state"]}}, path)  # in place
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=own)
         return cast(dict[str, Any], torch.load(path / "meta.pt", weights_only=True))
 
@@ -200,6 +202,19 @@ def _refuse_another_optimizer(state: Mapping[str, Any], *, prefix: str, path: Pa
             f"optim.kind ckpt_path={path}: the checkpoint has no {absent[0]} ({len(absent)} such), its run "
             "used another optimizer: set the optim.kind of that run, or start a new run with init_from"
         )
+
+
+def _load(state: dict[str, Any], path: Path) -> None:
+    """Fill tensors in place. Raises Refusal where torch cannot read the checkpoint: its own exception is no
+    Exception, and would end a sweep without a message.
+    """
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except CheckpointException as error:
+        first = causes(error)[-1]
+        raise Refusal(
+            f"ckpt_path: {path} cannot be read, {type(first).__name__}: {first}: give another checkpoint"
+        ) from error
 
 
 def cluster_environment() -> ClusterEnvironment:
