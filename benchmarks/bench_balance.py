@@ -27,7 +27,7 @@ from rich.table import Table
 from olmo_rl.config import BalanceConfig, BalanceKind, Config
 from olmo_rl.data.files import write_collection
 from olmo_rl.library import compose
-from olmo_rl.planning.search import compile_kernels
+from olmo_rl.planning.planners import compile_kernels
 from olmo_rl.planning.synthetic import synthetic_collection
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.ranks import run_ranks

@@ -157,9 +157,9 @@ def tiny_case(count: int, *, budget: int = 512) -> tuple[Case, Iterator[Padless]
 
         from olmo_rl.data.collate import collate
         from olmo_rl.data.packs import RouteMode, RouteTrace
-        from olmo_rl.data.tasks import build_task
         from olmo_rl.data.tokenizers import load_tokenizer
         from olmo_rl.policy.hybrid import HybridDecoder
+        from olmo_rl.tasks.kinds import build_task
 
         decoder = HybridDecoder(config.model, attention="reference")
         decoder.init_weights(config.seed)

@@ -28,8 +28,8 @@ from benchmarks.planner_arms import ARMS, SETTINGS, Batch, Row, draw_batch, read
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import Work, pair_straggler, token_straggler
-from olmo_rl.planning.schedule import StepInput, schedule_step
-from olmo_rl.planning.search import compile_kernels
+from olmo_rl.planning.planners import compile_kernels, schedule_step
+from olmo_rl.planning.schedule import StepInput
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 
@@ -193,7 +193,7 @@ def cold_seconds() -> float:
     code = (
         "import time; t = time.perf_counter()\n"
         "from olmo_rl.config import BalanceConfig, BalanceKind\n"
-        "from olmo_rl.planning.search import compile_kernels\n"
+        "from olmo_rl.planning.planners import compile_kernels\n"
         "from olmo_rl.types import Topology\n"
         "compile_kernels(BalanceConfig(kind=BalanceKind.anneal), layout=None, topology=Topology(1))\n"
         "print(time.perf_counter() - t)"

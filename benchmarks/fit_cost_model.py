@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from olmo_rl.planning.cost_model import CostModel, fit, write_cost_model
+from olmo_rl.planning.cost_model import CostModel, fit_costs, write_cost_model
 from olmo_rl.run_directory import log_fault
 from olmo_rl.types import Refusal, Topology
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         measured, topology = read_updates(options.logs)
-        model = fit(measured, topology=topology)
+        model = fit_costs(measured, topology=topology)
     except Refusal as refusal:
         print("\n".join(refusal.reasons), file=sys.stderr)
         return 2

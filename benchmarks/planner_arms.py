@@ -24,8 +24,9 @@ from olmo_rl.planning.objective import (
     lower_bounds,
     measure,
 )
-from olmo_rl.planning.schedule import Schedule, StepInput, schedule_step
-from olmo_rl.planning.starts import karmarkar_karp_ranks, order_plan
+from olmo_rl.planning.planners import schedule_step
+from olmo_rl.planning.schedule import Schedule, StepInput
+from olmo_rl.planning.searches.starts import karmarkar_karp_ranks, order_plan
 from olmo_rl.planning.synthetic import draw_lengths, expert_counts
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Topology
 

@@ -12,7 +12,7 @@ from olmo_rl.refusals.rule import as_text
 
 WIDTH = 100
 
-HEAD = """\
+INTRODUCTION = """\
 olmo_rl trains Mixture-of-Experts language models with GRPO: packed rows, replayed routes.
 
 usage: python train.py [group=choice ...] [key=value ...] [flags]
@@ -53,7 +53,7 @@ def manual(groups: dict[str, list[str]]) -> str:
     recipes = [_row(f"  {recipe.value}", entry.doc, column=13) for recipe, entry in RECIPES.items()]
     choices = [_row(f"  {group}", "  ".join(names), column=13) for group, names in groups.items()]
     parts = [
-        HEAD,
+        INTRODUCTION,
         "recipes (recipe=...)\n" + "\n".join(recipes) + "\n",
         "groups (group=choice; + before experiment, sweep and debug)\n" + "\n".join(choices) + "\n",
         "keys, with the value they have where nothing sets them\n" + "\n".join(_keys()) + "\n",

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from olmo_rl.complete_files import write_complete
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
 from olmo_rl.rollouts.importers.importing import ImportReport, import_file, import_paths
@@ -38,9 +39,7 @@ def run(config: Config) -> None:
         write_collection(collection, directory / f"collection-{number:05d}.parquet")
     reports = [report.as_json() for _, report in found]
     path = Path(config.run_dir) / "import_report.json"
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps({"source": source, "files": reports}, indent=2) + "\n")
-    scratch.replace(path)
+    write_complete(path, json.dumps({"source": source, "files": reports}, indent=2) + "\n")
     console = Console()
     for _, report in found:
         console.print(_table(report))

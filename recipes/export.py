@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from olmo_rl.config import Config
-from olmo_rl.hf.export import export_run, written_dtype
+from olmo_rl.hf.writing import export_run, written_dtype
 
 
 def run(config: Config) -> None:

@@ -16,9 +16,9 @@ from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.planning.pads import Pads
 from olmo_rl.planning.pictures import draw_loads, draw_packs
 from olmo_rl.planning.placement import ExpertTotals, write_placement
+from olmo_rl.planning.planners import compile_kernels, schedule_step
 from olmo_rl.planning.report import ReportedStep, print_report, report_step, scoring_remark, write_plan
-from olmo_rl.planning.schedule import StepInput, known_schedule, schedule_step, step_loads
-from olmo_rl.planning.search import compile_kernels
+from olmo_rl.planning.schedule import StepInput, known_schedule, step_loads
 from olmo_rl.planning.synthetic import LONGEST, synthetic_collection
 from olmo_rl.types import Collection, Refusal, Sample, Topology
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.sources import FileSource
+from olmo_rl.complete_files import complete_file
 from olmo_rl.config import Config
 from olmo_rl.data.means import Mean, shown
 from olmo_rl.data.packs import Pack, Step
@@ -49,13 +50,10 @@ class Scores:
 
     def write(self, path: Path) -> None:
         """One line a sample: complete or absent."""
-        scratch = path.with_suffix(".tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("w", encoding="utf-8") as file:
+        with complete_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             for (source, id), values in self.found.items():
                 line = {"file": source, "sample_id": id, "policy_logprobs": values}
                 file.write(json.dumps(line) + "\n")
-        scratch.replace(path)
 
 
 def score(config: Config) -> None:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from olmo_rl.config import Config, EngineApi
 from olmo_rl.data.tokenizers import fitting_tokenizer
-from olmo_rl.hf.export import engine_pieces
+from olmo_rl.hf.writing import engine_pieces
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.weights import parameter_shapes, read_weights
 from olmo_rl.rollouts.collective import Arrivals

@@ -13,13 +13,13 @@ from olmo_rl.collections.conversations import Conversations
 from olmo_rl.collections.supervised import SupervisedDataModule, SupervisedSource, TaskDemonstrations
 from olmo_rl.config import Config
 from olmo_rl.data.chat_files import ChatStream, open_chat
-from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.run_directory import EXIT_INTERRUPTED, resolve_checkpoint
 from olmo_rl.running.callbacks import ContractLog
 from olmo_rl.running.held_out_loss import HeldOutLoss
 from olmo_rl.running.trainer import fit
 from olmo_rl.running.upcycled import upcycled
+from olmo_rl.tasks.prompting import task_of
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import SUPERVISED
 from olmo_rl.training.strategy import ExpertParallelStrategy

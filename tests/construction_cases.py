@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from olmo_rl.config import BlockNorms, Config, LayerType, ModelConfig, StrategyConfig, TrainerConfig
-from olmo_rl.hf.export import export_hf
+from olmo_rl.hf.writing import export_hf
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from olmo_rl.config import LayerType, ModelConfig, RolloutsConfig, Source
 from olmo_rl.data.tokenizers import ByteTokenizer
-from olmo_rl.hf.export import engine_pieces
+from olmo_rl.hf.writing import engine_pieces
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import parameter_shapes

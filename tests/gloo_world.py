@@ -12,7 +12,7 @@ import torch.distributed as dist
 from bounds import BOUND_SECONDS
 
 from olmo_rl.config import BalanceConfig, BalanceKind
-from olmo_rl.planning.search import compile_kernels
+from olmo_rl.planning.planners import compile_kernels
 from olmo_rl.types import ExpertLayout, Topology
 
 

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from olmo_rl.config import BalanceConfig
 from olmo_rl.planning.objective import lower_bounds, measure
 from olmo_rl.planning.packing import plan_step
-from olmo_rl.planning.schedule import Schedule, StepInput, schedule_step
-from olmo_rl.planning.starts import Problem, Start, fixed_point
+from olmo_rl.planning.planners import schedule_step
+from olmo_rl.planning.schedule import Schedule, StepInput
+from olmo_rl.planning.searches.starts import SearchProblem, Start, fixed_point
 from olmo_rl.types import Topology
 
 
@@ -37,11 +38,11 @@ class Case:
             )
         )
 
-    def problem(self, *, proposals: int | None = None, cap: int | None = None) -> Problem:
+    def problem(self, *, proposals: int | None = None, cap: int | None = None) -> SearchProblem:
         """What a search is given of this batch."""
         plan = plan_step(self.lengths, budget=self.budget, topology=self.topology)
         work = measure(plan, lengths=self.lengths, loads=self.loads, topology=self.topology)
-        return Problem(
+        return SearchProblem(
             lengths=self.lengths,
             loads=self.loads,
             budget=self.budget,

@@ -16,8 +16,8 @@ from olmo_rl.data.collate import collate, count_normalisers, step_of_rank
 from olmo_rl.data.packs import TOKEN_FIELDS, Pack, RouteMode
 from olmo_rl.planning.loads import collection_loads, tail_routes
 from olmo_rl.planning.packing import plan_step
+from olmo_rl.planning.planners import plan_batch
 from olmo_rl.planning.schedule import StepInput
-from olmo_rl.planning.search import plan_batch
 from olmo_rl.policy.loss import scored_slots
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, SearchLog, Topology
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import fit_cost_model
 from olmo_rl.planning.cost_model import (
     CostModel,
-    fit,
+    fit_costs,
     non_negative_least_squares,
     read_cost_model,
     write_cost_model,
@@ -71,7 +71,7 @@ def test_non_negative_least_squares_meets_its_optimality_conditions() -> None:
 
 def test_a_fit_recovers_known_weights_and_predicts_inside_what_was_measured(tmp_path: Path) -> None:
     rows = updates(30)
-    model = fit(rows, topology=Topology(4, 2))
+    model = fit_costs(rows, topology=Topology(4, 2))
     assert model.weights == pytest.approx(WEIGHTS | {"update": UPDATE}, rel=1e-6, abs=1e-12)
     assert model.held_out < 1e-6
     write_cost_model(model, tmp_path / "new" / "model.json")
@@ -83,7 +83,7 @@ def test_a_fit_recovers_known_weights_and_predicts_inside_what_was_measured(tmp_
 
 
 def test_nothing_is_extrapolated() -> None:
-    model = fit(updates(30), topology=Topology(4, 2))
+    model = fit_costs(updates(30), topology=Topology(4, 2))
     inside = {name: float(int(np.mean(range_))) for name, range_ in model.ranges.items()}
     for name, far in itertools.product(inside, (0.5, 2.0)):
         edge = model.ranges[name][far > 1]
@@ -103,7 +103,7 @@ def test_held_out_updates_are_judged_by_weights_that_never_saw_them() -> None:
     rows = updates(20)
     for row in rows[14:]:
         row["seconds"] *= 2
-    assert fit(rows, topology=Topology(4, 2)).held_out == pytest.approx(0.5, rel=1e-6)
+    assert fit_costs(rows, topology=Topology(4, 2)).held_out == pytest.approx(0.5, rel=1e-6)
 
 
 def write_logs(directory: Path, rows: list[dict[str, float]], *, ranks: int = 2, **more: Any) -> list[Path]:

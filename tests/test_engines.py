@@ -30,8 +30,8 @@ from torch import Tensor
 
 from olmo_rl.config import PublicationKind, Source
 from olmo_rl.data.tokenizers import ByteTokenizer
-from olmo_rl.hf.export import buckets
 from olmo_rl.hf.names import Piece
+from olmo_rl.hf.writing import buckets
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts import control
 from olmo_rl.rollouts.collective import Arrivals, address_for, join, own_store

@@ -13,8 +13,8 @@ from composing import compose_fast
 from olmo_rl.cli import run as run_command
 from olmo_rl.config import Config, OverlongPrompt
 from olmo_rl.data.preflight import examine
-from olmo_rl.data.prompting import rendered_task, task_of
 from olmo_rl.data.tokenizers import ByteTokenizer
+from olmo_rl.tasks.prompting import rendered_task, task_of
 from olmo_rl.types import Refusal
 
 SMALL = ("+experiment=packed_moe", "model=hybrid_tiny", "callbacks=quiet")

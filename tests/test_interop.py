@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from olmo_rl.config import BlockNorms, ModelConfig, QkNorm
 from olmo_rl.hf.agreement import disagreements, format_of, meaning
-from olmo_rl.hf.export import export_hf, export_run
 from olmo_rl.hf.formats import HfFormat, read_config
+from olmo_rl.hf.writing import export_hf, export_run
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import load_weights, read_weights
 from olmo_rl.types import Refusal

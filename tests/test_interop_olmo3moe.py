@@ -25,9 +25,9 @@ from torch import Tensor
 
 from olmo_rl.cli import run as run_command
 from olmo_rl.config import BlockNorms, LayerType, ModelConfig, QkNorm, ScoreFunction
-from olmo_rl.hf.export import export_hf
 from olmo_rl.hf.formats import HfFormat
 from olmo_rl.hf.names import pieces
+from olmo_rl.hf.writing import export_hf
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import parameter_shapes, read_weights
 

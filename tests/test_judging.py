@@ -19,9 +19,9 @@ import pytest
 from math_cases import ANSWERS
 
 from olmo_rl.config import OnVerifierFailure, TaskConfig, TaskKind
-from olmo_rl.data.judging import MATH, build_judge, math_answer
-from olmo_rl.data.problems import is_held_out
-from olmo_rl.data.tasks import build_task
+from olmo_rl.tasks.judging import MATH, build_judge, math_answer
+from olmo_rl.tasks.kinds import build_task
+from olmo_rl.tasks.problems import is_held_out
 from olmo_rl.types import Refusal
 
 HERE = __name__

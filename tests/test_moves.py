@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from planner_cases import Case, random_case
 
-from olmo_rl.planning.annealing import anneal, deviates, new_chain, rules_of, temperatures
-from olmo_rl.planning.annealing_kernels import (
+from olmo_rl.planning.objective import destination_loads, measure
+from olmo_rl.planning.searches.annealing import anneal, deviates, new_chain, rules_of, temperatures
+from olmo_rl.planning.searches.annealing_kernels import (
     ACCEPTED,
     COLUMN,
     EXCESS,
@@ -18,10 +19,9 @@ from olmo_rl.planning.annealing_kernels import (
     WORSE,
     Chain,
     anneal_cells,
-    draw,
+    next_bits,
 )
-from olmo_rl.planning.objective import destination_loads, measure
-from olmo_rl.planning.starts import cells_plan
+from olmo_rl.planning.searches.starts import cells_plan
 from olmo_rl.types import SearchLog
 
 LOG = SearchLog(seed=0, proposals=0, accepted=0, stop_reason="none", rejected={})
@@ -112,4 +112,4 @@ def test_draws_are_those_of_splitmix64() -> None:
     # The first outputs for seed 1234567, as its reference implementation gives them.
     state = np.array([1234567], dtype=np.uint64)
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert [int(draw(state)) for _ in expected] == expected
+    assert [int(next_bits(state)) for _ in expected] == expected

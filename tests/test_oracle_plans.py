@@ -13,7 +13,7 @@ from planner_cases import Case, random_case
 
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.objective import Work, objective
-from olmo_rl.planning.starts import least
+from olmo_rl.planning.searches.starts import least
 
 INSTANCES = 20
 

@@ -22,7 +22,8 @@ from olmo_rl.planning.loads import collection_loads, tail_routes
 from olmo_rl.planning.objective import destination_loads, measure
 from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.pads import Pads, pad_documents
-from olmo_rl.planning.schedule import StepInput, schedule_step
+from olmo_rl.planning.planners import schedule_step
+from olmo_rl.planning.schedule import StepInput
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.loss import scored_slots
 from olmo_rl.types import ExpertLayout, Padding, Refusal, Sample, Topology

@@ -10,10 +10,10 @@ from chat_cases import BOS, EOS, UNMARKED, save_tokenizer
 
 from olmo_rl.config import Config, ModelConfig, TaskConfig, TaskKind
 from olmo_rl.data.preflight import Findings, look_into_task
-from olmo_rl.data.problems import demonstration
-from olmo_rl.data.prompting import task_of
-from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import load_tokenizer
+from olmo_rl.tasks.kinds import build_task
+from olmo_rl.tasks.problems import demonstration
+from olmo_rl.tasks.prompting import task_of
 from olmo_rl.types import Refusal
 
 GYM = TaskConfig(

@@ -342,7 +342,7 @@ def test_a_signal_during_the_warm_start_saves_nothing_and_says_so(place: Path) -
     assert "Traceback" not in done.err
     assert "cold: ended by SIGINT; no checkpoint to resume" in done.err
     assert files_of(place / "outputs" / "cold") == HYDRA_FILES
-    assert not list((place / "outputs" / ".cache" / "warm_start").glob("*.tmp"))
+    assert not list((place / "outputs" / ".cache" / "warm_start").glob(".*.partial"))
 
 
 def test_a_run_directory_that_cannot_be_is_refused_and_leaves_nothing(here: Here, place: Path) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 from planner_cases import Case, random_case
 
 from olmo_rl.config import BalanceConfig, BalanceKind
-from olmo_rl.planning import reference_search
 from olmo_rl.planning.objective import Work, measure
-from olmo_rl.planning.reference_search import (
+from olmo_rl.planning.searches import reference_search
+from olmo_rl.planning.searches.reference_search import (
     EQUALISED,
     KEPT,
     METRICS,
@@ -25,7 +25,7 @@ from olmo_rl.planning.reference_search import (
     work_of,
     worse_metric,
 )
-from olmo_rl.planning.starts import arrival_ranks
+from olmo_rl.planning.searches.starts import arrival_ranks
 from olmo_rl.types import PackPlan, Topology
 
 

@@ -18,9 +18,9 @@ from planner_cases import Case, loads_of, random_case
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.objective import gap, measure, objective, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
+from olmo_rl.planning.planners import batch_seed, plan_batch
 from olmo_rl.planning.schedule import StepInput, schedule_digest
-from olmo_rl.planning.search import batch_seed, plan_batch
-from olmo_rl.planning.starts import best_start, no_worse, starts
+from olmo_rl.planning.searches.starts import best_start, no_worse, starts
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import Refusal, Topology
 
@@ -264,7 +264,7 @@ import numpy as np
 from planner_cases import random_case
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.loads import collection_loads
-from olmo_rl.planning.search import compile_kernels
+from olmo_rl.planning.planners import compile_kernels
 from olmo_rl.types import ExpertLayout, Sample, Topology
 
 def compiled():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import random_case
 
-from olmo_rl.planning.starts import (
+from olmo_rl.planning.searches.starts import (
     arrival_ranks,
     best_start,
     by_length,

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from olmo_rl.config import TaskConfig, TaskKind
-from olmo_rl.data.gym import SEVERAL_ANSWERS
-from olmo_rl.data.problems import Problem, is_held_out
-from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import ByteTokenizer, load_tokenizer
+from olmo_rl.tasks.gym import SEVERAL_ANSWERS
+from olmo_rl.tasks.kinds import build_task
+from olmo_rl.tasks.problems import Problem, is_held_out
 from olmo_rl.types import Refusal
 
 
@@ -261,7 +261,7 @@ def test_lines_are_split_by_a_stable_hash_of_the_prompt(tmp_path: Path) -> None:
 
 def test_the_split_does_not_depend_on_the_process() -> None:
     code = (
-        "from olmo_rl.data.problems import is_held_out; print([i for i in range(99) if is_held_out(str(i))])"
+        "from olmo_rl.tasks.problems import is_held_out; print([i for i in range(99) if is_held_out(str(i))])"
     )
     runs = {
         subprocess.run(
@@ -460,7 +460,7 @@ def test_tasks_and_advantages_import_no_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "import olmo_rl.data.advantages\n"
         "from olmo_rl.config import TaskConfig\n"
-        "from olmo_rl.data.tasks import build_task\n"
+        "from olmo_rl.tasks.kinds import build_task\n"
         "print(build_task(TaskConfig(), seed=0).problems(1, seed=0)[0].prompt)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)

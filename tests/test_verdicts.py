@@ -18,10 +18,10 @@ from training_cases import samples_of
 from olmo_rl.cli import run as run_command
 from olmo_rl.collections.collecting import _describe
 from olmo_rl.data.means import Mean, shown
-from olmo_rl.data.problems import is_held_out
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.reward_picture import draw_reward
+from olmo_rl.tasks.problems import is_held_out
 from olmo_rl.training.measures import StepTotals
 
 HERE = __name__

@@ -34,7 +34,7 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
-from olmo_rl.hf.export import export_hf
+from olmo_rl.hf.writing import export_hf
 from olmo_rl.library import run_recipe
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import load_weights

@@ -28,7 +28,7 @@ from olmo_rl.config import (
     ScoringConfig,
     TrainerConfig,
 )
-from olmo_rl.hf.export import export_hf
+from olmo_rl.hf.writing import export_hf
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import save_weights
 from olmo_rl.run_directory import complete_checkpoints

@@ -39,7 +39,7 @@ class Drawn:
     notes: tuple[str, ...] = ()
 
 
-def draw(
+def draw_collection(
     config: Config, *, source: RolloutSource, planner: StepPlanner, index: int, version: int | None
 ) -> Drawn | None:
     """Draw rounds until the collection is full or attempts end; None where the source is exhausted.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from olmo_rl.collections.agreement import outcome, together
+from olmo_rl.collections.rank_agreement import outcome, together
 from olmo_rl.config import Config, Overlong
 from olmo_rl.data.chat import Document, render, supervised_sample, too_long, within
 from olmo_rl.data.chat_files import ChatStream

@@ -21,7 +21,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from olmo_rl.collections.collecting import Drawn, cut, draw
+from olmo_rl.collections.collecting import Drawn, cut, draw_collection
 from olmo_rl.collections.open_collection import OpenCollection
 from olmo_rl.collections.pending import Pending
 from olmo_rl.collections.planner import StepPlanner
@@ -127,7 +127,9 @@ class RolloutDataModule(LightningDataModule):
 
     def _draw(self, index: int) -> Drawn | None:
         version = self.policy_version if self.source.generates else None
-        return draw(self.config, source=self.source, planner=self.planner, index=index, version=version)
+        return draw_collection(
+            self.config, source=self.source, planner=self.planner, index=index, version=version
+        )
 
     def _cut(self, drawn: Drawn, *, version: int) -> OpenCollection:
         """Cut a collection into steps and let the planner start on them."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from olmo_rl.config import Config, Source
-from olmo_rl.data.problems import Task
-from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.rollouts.engines import RemoteEngine
+from olmo_rl.tasks.problems import Task
+from olmo_rl.tasks.prompting import task_of
 from olmo_rl.training.publication import LocalPublication, Publication, build_remote
 from olmo_rl.training.strategy import ExpertParallelStrategy, local_device
 

@@ -88,7 +88,7 @@ class Pending:
 
 def sample_state(sample: Sample) -> dict[str, Any]:
     """A sample as plain values: arrays become tensors of the same type."""
-    return {entry.name: _plain(getattr(sample, entry.name)) for entry in fields(Sample)}
+    return {entry.name: _tensor_or_scalar(getattr(sample, entry.name)) for entry in fields(Sample)}
 
 
 def sample_of_state(state: Mapping[str, Any]) -> Sample:
@@ -99,7 +99,7 @@ def sample_of_state(state: Mapping[str, Any]) -> Sample:
     return Sample(**values)
 
 
-def _plain(value: object) -> object:
+def _tensor_or_scalar(value: object) -> object:
     if isinstance(value, np.ndarray):
         return torch.from_numpy(np.array(value, order="C"))
     return value.item() if isinstance(value, np.generic) else value

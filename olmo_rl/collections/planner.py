@@ -23,13 +23,13 @@ from olmo_rl.collections.load_counting import LoadCounter, LoadCounts
 from olmo_rl.config import BalanceKind, Config
 from olmo_rl.planning.packing import plan_step, unpacked_plan
 from olmo_rl.planning.pads import Pads
+from olmo_rl.planning.planners import compile_kernels, schedule_step
 from olmo_rl.planning.schedule import (
     Schedule,
     StepInput,
     known_schedule,
     placement_floor,
     schedule_digest,
-    schedule_step,
 )
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, Topology
@@ -269,8 +269,6 @@ def _lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
 
 def _load_kernels(config: Config, *, searches: bool) -> None:
     """From the cache on disk: `run_ranks` compiled them before ranks could wait for each other."""
-    from olmo_rl.planning.search import compile_kernels  # imports compiled kernels
-
     layout = config.model.expert_layout if config.replay else None
     topology = Topology(config.world_size, config.ep_degree)
     compile_kernels(config.balance, layout=layout, topology=topology, searches=searches)

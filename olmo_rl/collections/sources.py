@@ -16,16 +16,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from olmo_rl.collections.agreement import outcome, together
 from olmo_rl.collections.generation import RolloutParts
+from olmo_rl.collections.rank_agreement import outcome, together
 from olmo_rl.config import Config, RolloutsConfig
 from olmo_rl.config import Source as SourceKind
 from olmo_rl.data.files import collection_paths
 from olmo_rl.data.preflight import read_for, unknown_sampling
-from olmo_rl.data.problems import Problem
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
+from olmo_rl.tasks.problems import Problem
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Collection, Sample, Sampling
 

@@ -56,7 +56,7 @@ def render(row: ChatRow, *, tokenizer: Tokenizer, train_on: TrainOn = TrainOn.al
         if isinstance(tokenizer, HfTokenizer) and tokenizer.backend.chat_template:
             ids, trained = _by_template(conversation, backend=tokenizer.backend)
         else:
-            ids, trained = _plain(conversation, tokenizer=tokenizer)
+            ids, trained = _without_template(conversation, tokenizer=tokenizer)
         if not any(trained[1:]):
             raise Refusal(
                 "no token of the assistant has a token before it, so nothing can be trained: does the chat "
@@ -112,7 +112,7 @@ def too_long(where: str, *, tokens: int, longest: int) -> str:
     )
 
 
-def _plain(conversation: Conversation, *, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def _without_template(conversation: Conversation, *, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     if conversation.tools is not None or conversation.template_arguments:
         name = "tools" if conversation.tools is not None else "chat_template_kwargs"
         raise Refusal(f"{name!r} needs a chat template: choose a model.tokenizer that has one")

@@ -9,12 +9,12 @@ that is not scored: NaN in memory, null in a file.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from olmo_rl.complete_files import complete_file
 from olmo_rl.data.columns import COLUMNS, Record, layer_axis, routes_of, sample_of, written_columns
 from olmo_rl.data.json_lines import parse_line
 from olmo_rl.data.metadata import Metadata, describe, metadata_of, unknown_name
@@ -153,7 +153,7 @@ def has_reference(path: Path) -> bool:
 
 
 def write_collection(collection: Collection, path: str | Path) -> None:
-    """Write `collection` to a .parquet or .jsonl file. The name appears only when the file is complete."""
+    """Write `collection` to a .parquet or .jsonl file. The file is complete or absent."""
     path = Path(path)
     _check_suffix(path)
     for sample in collection.samples:
@@ -163,15 +163,8 @@ def write_collection(collection: Collection, path: str | Path) -> None:
                 checked_routes(sample.routes, tokens=len(sample), layout=collection.layout)
         except Refusal as refusal:
             raise Refusal([f"{path}: sample {sample.id!r}: {reason}" for reason in refusal.reasons]) from None
-    # The temporary name is hidden and has another suffix, so that no reader of the directory takes it for a
-    # collection.
-    temporary = path.with_name(f".{path.name}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        (write_parquet if path.suffix == ".parquet" else _write_jsonl)(collection, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with complete_file(path) as partial:
+        (write_parquet if path.suffix == ".parquet" else _write_jsonl)(collection, partial)
 
 
 def _check_suffix(path: Path) -> None:
@@ -220,13 +213,13 @@ def _write_jsonl(collection: Collection, path: Path) -> None:
         if meta:
             file.write(json.dumps({"meta": meta}) + "\n")
         for sample in collection.samples:
-            line = {entry.column: _plain(getattr(sample, entry.name)) for entry in columns}
+            line = {entry.column: _json_cell(getattr(sample, entry.name)) for entry in columns}
             if sample.routes is not None:
                 line["routes"] = sample.routes.tolist()
             file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _plain(value: Any) -> Any:
+def _json_cell(value: Any) -> Any:
     """A cell as JSON: nine significant digits name a float32 exactly."""
     if not isinstance(value, np.ndarray):
         return value

@@ -20,13 +20,13 @@ from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
 from olmo_rl.data.chat import render, too_long, within
 from olmo_rl.data.chat_files import open_chat, rows_in_order
 from olmo_rl.data.files import collection_paths, has_reference, read_collection
-from olmo_rl.data.problems import Problem, demonstration
-from olmo_rl.data.prompting import NOTHING_FITS, rendered_task, tokens_of
-from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.data.validation import check_layout, check_sampling
 from olmo_rl.hf.agreement import directory_reasons
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
+from olmo_rl.tasks.kinds import build_task
+from olmo_rl.tasks.problems import Problem, demonstration
+from olmo_rl.tasks.prompting import NOTHING_FITS, rendered_task, tokens_of
 from olmo_rl.types import Collection, Refusal, Topology
 
 MAX_SEED = 2**32 - 1  # of Lightning and NumPy

@@ -37,12 +37,12 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         drop |= {"kda_heads", "kda_head_dim", "conv_size", "kda_negative_eigenvalues"}
     if set(model.layer_types) == {LayerType.linear_attention}:
         drop |= {"num_heads", "num_kv_heads", "head_dim", "qk_norm", "rope_theta"}
-    return {name: _plain(value) for name, value in values.items() if name not in drop}
+    return {name: _without_enums(value) for name, value in values.items() if name not in drop}
 
 
-def _plain(value: Any) -> Any:
+def _without_enums(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_without_enums(item) for item in value]
     return value.value if isinstance(value, Enum) else value
 
 
@@ -82,7 +82,7 @@ def directory_reasons(config: Config) -> list[str]:
 
 def typed(value: Any) -> str:
     """Return a value as typed on the command line."""
-    value = _plain(value)
+    value = _without_enums(value)
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
     if value is None or isinstance(value, bool):

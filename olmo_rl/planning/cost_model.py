@@ -110,7 +110,7 @@ def non_negative_least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -
     return best[1] / scale
 
 
-def fit(measured: Sequence[dict[str, float]], *, topology: Topology) -> CostModel:
+def fit_costs(measured: Sequence[dict[str, float]], *, topology: Topology) -> CostModel:
     """Fit updates with QUANTITIES and `seconds`, in order of time; the error is that of the last third under
     weights of the first two.
     """

@@ -20,7 +20,7 @@ from typing_extensions import override
 def digest(package: Path) -> str:
     """Of the code in a package, whenever it was written."""
     value = hashlib.sha256()
-    for path in sorted(package.glob("*.py")):
+    for path in sorted(package.rglob("*.py")):
         value.update(path.read_bytes())
     return value.hexdigest()
 

@@ -4,13 +4,13 @@ in objective.py: C columns, W ranks, R replicas, E expert-parallel ranks, L rout
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_rl.complete_files import complete_file
 from olmo_rl.planning.objective import destination_loads
 from olmo_rl.planning.pads import Pads
 from olmo_rl.types import NO_PADDING, PackPlan, Padding, Topology
@@ -97,9 +97,8 @@ def draw_packs(
     figure.colorbar(
         ScalarMappable(norm=scale, cmap="YlGnBu"), ax=axes, label="tokens of a document", pad=0.01
     )
-    temporary = path.with_name(f".{path.name}.partial")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    with complete_file(path) as partial:
+        figure.savefig(partial, format="png")
 
 
 def _box(left: float, right: float, rank: int) -> list[tuple[float, float]]:
@@ -158,6 +157,5 @@ def draw_loads(
         x=0.01,
         ha="left",
     )
-    temporary = path.with_name(f".{path.name}.partial")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    with complete_file(path) as partial:
+        figure.savefig(partial, format="png")

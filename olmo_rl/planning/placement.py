@@ -9,7 +9,6 @@ Shapes: L routed layers, X experts, E expert-parallel ranks; `counts` int64 [L, 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_rl.complete_files import write_complete
 from olmo_rl.planning.loads import check_routes, refuse_id, tail_routes
 from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 
@@ -114,7 +114,4 @@ def write_placement(placement: Placement, *, layers: Sequence[int], topology: To
             str(layer): row for layer, row in zip(layers, placement.permutation.tolist(), strict=True)
         },
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(document) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_complete(path, json.dumps(document) + "\n")

@@ -8,7 +8,6 @@ rows are padded, a block also has `padded_tokens`, the rows of all packs, and `b
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from olmo_rl.complete_files import write_complete
 from olmo_rl.config import Config, ScoringMode
 from olmo_rl.planning.objective import Work, gap
 from olmo_rl.planning.schedule import Schedule, StepInput
@@ -64,7 +64,6 @@ def plan_document(
 ) -> dict[str, Any]:
     """plan.json as a dictionary: packs as sample ids, work before and after, bounds, search log."""
     return {
-        "version": 1,
         "topology": {"world_size": topology.world_size, "ep_degree": topology.ep_degree},
         "budget": budget,
         "blocks": [
@@ -99,11 +98,9 @@ def write_plan(
     untouched_tail: Sequence[str],
     path: Path,
 ) -> None:
-    """Write plan.json; the name appears only when the file is complete."""
+    """Write plan.json: complete or absent."""
     document = plan_document(steps, topology=topology, budget=budget, untouched_tail=untouched_tail)
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_complete(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def scoring_remark(config: Config, *, steps_in_collection: int) -> str:

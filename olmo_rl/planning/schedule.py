@@ -8,20 +8,18 @@ replicas, E expert-parallel ranks, L looked-at routed layers.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.config import BalanceConfig, BalanceKind
+from olmo_rl.config import BalanceConfig
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import Bounds, Work, destination_loads, gap, lower_bounds, measure
-from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.pads import Pads, PadWork
-from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, Topology
+from olmo_rl.types import ExpertLayout, PackPlan, Sample, Topology
 
 _NAMED = 8  # destinations that a mismatch names
 
@@ -111,36 +109,6 @@ def step_loads(
     if layout is None or any(sample.routes is None for sample in samples):
         return None
     return collection_loads(samples, layout=layout, topology=topology, layer_stride=balance.layer_stride)
-
-
-def schedule_step(step: StepInput) -> Schedule:
-    """Plan one packed step as `balance` says."""
-    if step.balance.kind is not BalanceKind.none:
-        from olmo_rl.planning.search import plan_batch  # brings compiled kernels
-
-        return _with_pads(plan_batch(step), step=step)
-    began = time.perf_counter()
-    plan = plan_step(
-        step.lengths, budget=step.budget, topology=step.topology, ids=step.ids, source=step.source
-    )
-    spent = {"start": time.perf_counter() - began, "search": 0.0, "verify": 0.0}
-    return known_schedule(plan, step=step, arrival=plan, seconds=spent)
-
-
-def _with_pads(schedule: Schedule, *, step: StepInput) -> Schedule:
-    """What a search found, with the work of its pads; refused where they go beyond the cap."""
-    if step.pads is None:
-        return schedule
-    arrival = plan_step(step.lengths, budget=step.budget, topology=step.topology)
-    schedule = replace(schedule, before=step.work(arrival), after=step.work(schedule.plan))
-    cap, reached = step.balance.max_destination_load, schedule.after.max_destination_load
-    if cap is not None and reached is not None and reached > cap:
-        raise Refusal(
-            f"balance.max_destination_load={cap}: with pads the plan sends {reached} assignments to one "
-            f"destination in one layer of one column: raise it to {reached}, lower packing.max_tokens, or "
-            "pad less (packing.pad_to_budget, packing.pad_to_multiple_of)"
-        )
-    return schedule
 
 
 def known_schedule(

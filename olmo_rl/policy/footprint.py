@@ -26,7 +26,7 @@ from olmo_rl.config import (
     Recompute,
     Source,
 )
-from olmo_rl.hf.export import BUCKET_BYTES, is_single_file, written_dtype
+from olmo_rl.hf.writing import BUCKET_BYTES, is_single_file, written_dtype
 from olmo_rl.mixers import mixer_of
 
 _EXPERT = ".routed_experts."

@@ -29,7 +29,7 @@ from olmo_rl.mixers import Family, mixer_of
 from olmo_rl.policy.compiling import region
 from olmo_rl.policy.logprobs import Head, LogprobRequest, Logprobs
 from olmo_rl.policy.moe import MixtureOfExperts, RouterStatistics, SwiGLU, recomputed
-from olmo_rl.policy.sharded import draw, local_part
+from olmo_rl.policy.sharded import draw_parameter, local_part
 from olmo_rl.types import Refusal
 
 
@@ -135,7 +135,7 @@ def _draw(parameter: Tensor, *, module: nn.Module, std: float, generator: torch.
     elif parameter.ndim == 1:
         local_part(parameter).zero_()
     else:
-        draw(parameter, lambda whole: whole.normal_(generator=generator).mul_(std))
+        draw_parameter(parameter, lambda whole: whole.normal_(generator=generator).mul_(std))
 
 
 def require_context(model: nn.Module) -> None:

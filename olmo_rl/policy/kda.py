@@ -26,7 +26,7 @@ from olmo_rl.data.packs import PackContext
 from olmo_rl.policy.compiling import region
 from olmo_rl.policy.delta_rule import kda_chunked, kda_step
 from olmo_rl.policy.kernels import fla_convolution, fla_delta_rule
-from olmo_rl.policy.sharded import draw
+from olmo_rl.policy.sharded import draw_parameter
 from olmo_rl.types import Refusal
 
 
@@ -108,7 +108,7 @@ class ShortConvolution(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Uniform within 1/sqrt(W)."""
         bound = self.weight.shape[1] ** -0.5
-        draw(self.weight, lambda whole: whole.uniform_(-bound, bound, generator=generator))
+        draw_parameter(self.weight, lambda whole: whole.uniform_(-bound, bound, generator=generator))
 
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
         if self.backend == "fla":
@@ -154,8 +154,8 @@ class DecayGate(nn.Module):
             rate = whole.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
             rate.add_(torch.log(-torch.expm1(-rate)))
 
-        draw(self.A_log, lambda whole: whole.uniform_(1, 16, generator=generator).log_())
-        draw(self.dt_bias, slow_to_fast)
+        draw_parameter(self.A_log, lambda whole: whole.uniform_(1, 16, generator=generator).log_())
+        draw_parameter(self.dt_bias, slow_to_fast)
 
     @region()
     def forward(self, f: Tensor) -> Tensor:

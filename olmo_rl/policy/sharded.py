@@ -62,7 +62,7 @@ def own_part(parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def draw(parameter: Tensor, values: Callable[[Tensor], object]) -> None:
+def draw_parameter(parameter: Tensor, values: Callable[[Tensor], object]) -> None:
     """Set a parameter to what `values` writes into an empty float32 tensor of its whole shape on the CPU, of
     which this rank keeps its part: equal on every topology. Needs memory for one whole parameter.
     """

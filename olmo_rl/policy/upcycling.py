@@ -14,9 +14,7 @@ Shapes: T tokens of a document, V vocabulary.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from olmo_rl.complete_files import complete_directory
 from olmo_rl.config import Config, LayerType, ModelConfig, QkNorm
 from olmo_rl.data.chat import user_prompt
 from olmo_rl.data.gguf import find_gguf, require
@@ -280,14 +279,8 @@ def difference(decoder: HybridDecoder, documents: Sequence[Tensor], *, expected:
 
 
 def _write(directory: Path, *, decoder: HybridDecoder, report: Upcycling, tokenizer: Tokenizer) -> None:
-    scratch = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
+    with complete_directory(directory) as scratch:
         save_weights(dict(decoder.named_parameters()), scratch / WEIGHTS)
         (scratch / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
         if isinstance(tokenizer, HfTokenizer):
             tokenizer.backend.save_pretrained(scratch)
-        scratch.rename(directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -10,7 +10,6 @@ Hugging Face directory whose config.json differs from `model.*`, key by key.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,16 +24,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from olmo_rl.complete_files import complete_file
 from olmo_rl.config import ModelConfig
 from olmo_rl.hf.agreement import disagreements
-from olmo_rl.hf.files import HfFiles, read_slice
 from olmo_rl.hf.formats import is_hf_directory, read_config
 from olmo_rl.hf.names import Piece, by_parameter, pieces, refuse_mismatches
+from olmo_rl.hf.weight_files import HfFiles, read_slice
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.sharded import local_part, places
 from olmo_rl.types import Refusal
 
-HEAD = "lm_head.weight"  # the same name in Hugging Face directories; tied models may omit it there
+LM_HEAD = "lm_head.weight"  # the same name in Hugging Face directories; tied models may omit it there
 # Lightning prefixes the decoder's names with the attribute that it is assigned to.
 CHECKPOINT_PREFIX = "decoder."
 _ROWS = 4096  # rows of two tensors that are compared at once
@@ -196,10 +196,8 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write whole weights as one safetensors file: complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, scratch)
-    scratch.replace(path)
+    with complete_file(path) as partial:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, partial)
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, torch.Size]:
@@ -211,15 +209,15 @@ def parameter_shapes(model: ModelConfig) -> dict[str, torch.Size]:
 
 def untied(shapes: Mapping[str, torch.Size], *, model: ModelConfig) -> dict[str, torch.Size]:
     """Leave out the head of a model with tied embeddings, which is a second name of the embedding."""
-    return {name: shape for name, shape in shapes.items() if name != HEAD or not model.tie_embeddings}
+    return {name: shape for name, shape in shapes.items() if name != LM_HEAD or not model.tie_embeddings}
 
 
 def _check(files: HfFiles, parts: Mapping[str, list[Piece]], *, tied: bool) -> None:
-    files.check([piece for group in parts.values() for piece in group], optional=(HEAD,) if tied else ())
-    if not tied or HEAD not in files.tensors:
+    files.check([piece for group in parts.values() for piece in group], optional=(LM_HEAD,) if tied else ())
+    if not tied or LM_HEAD not in files.tensors:
         return
     embedding = next(piece.name for piece in parts["tok_embeddings.weight"])
-    head, rows = (files.tensors[name].get_slice(name) for name in (HEAD, embedding))
+    head, rows = (files.tensors[name].get_slice(name) for name in (LM_HEAD, embedding))
     size = rows.get_shape()[0]
     same = head.get_shape() == rows.get_shape() and all(
         torch.equal(head[first : first + _ROWS], rows[first : first + _ROWS])
@@ -227,6 +225,6 @@ def _check(files: HfFiles, parts: Mapping[str, list[Piece]], *, tied: bool) -> N
     )
     if not same:
         raise Refusal(
-            f"{files.key}={files.directory}: config.json has tie_word_embeddings=true, yet {HEAD} differs "
+            f"{files.key}={files.directory}: config.json has tie_word_embeddings=true, yet {LM_HEAD} differs "
             f"from {embedding}: set it to false there, and model.tie_embeddings=false"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from olmo_rl.config import Config, Recipe
 from olmo_rl.refusals.batches import BALANCE, BATCH, PACKING, ROLLOUTS
-from olmo_rl.refusals.computing import POLICY
+from olmo_rl.refusals.computing import COMPUTING
 from olmo_rl.refusals.rule import Rule, generated
 from olmo_rl.refusals.runs import LOSS, RUN, TASK
 from olmo_rl.refusals.shapes import MODEL, RANKS, UPCYCLE
@@ -24,7 +24,7 @@ WRITTEN: tuple[Rule, ...] = (
     *PACKING,
     *BALANCE,
     *ROLLOUTS,
-    *POLICY,
+    *COMPUTING,
     *LOSS,
     *TASK,
     *RUN,

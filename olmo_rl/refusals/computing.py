@@ -24,7 +24,7 @@ def _crosses_documents(config: Config) -> bool:
     return config.packed and not ATTENTION_BACKENDS[attention_of(config)].documents
 
 
-POLICY = (
+COMPUTING = (
     Rule(
         keys="policy.attention packing",
         refuses="this attention does not honour document boundaries: packed samples would see each other",

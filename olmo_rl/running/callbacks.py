@@ -13,17 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
-from olmo_rl.collections.agreement import outcome, together
 from olmo_rl.collections.generation import RolloutParts
+from olmo_rl.collections.rank_agreement import outcome, together
 from olmo_rl.collections.sources import response_text
 from olmo_rl.config import Config
 from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import Step
-from olmo_rl.data.problems import Problem
 from olmo_rl.planning.pictures import draw_packs
 from olmo_rl.policy.compiling import Graph
 from olmo_rl.policy.engine import Request
 from olmo_rl.run_directory import FORMAT_VERSION, LOG_EVENT, log_fault, whole_lines
+from olmo_rl.tasks.problems import Problem
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import StepResult
 from olmo_rl.training.step_report import events_of, metrics_of
@@ -62,7 +62,7 @@ class ContractLog(Callback):
         """One line: event, step, rank, then the event's own values."""
         assert self._file is not None
         record = {"event": event, "step": trainer.global_step, "rank": trainer.global_rank} | values
-        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        self._file.write(json.dumps(_finite_or_null(record), allow_nan=False) + "\n")
         self._file.flush()
 
     @override
@@ -95,12 +95,12 @@ class ContractLog(Callback):
             self.write("compile", trainer=trainer, graphs=named)
 
 
-def _plain(value: object) -> object:
+def _finite_or_null(value: object) -> object:
     """The value as JSON has it: NaN and infinities, which it lacks, become null."""
     if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _finite_or_null(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_finite_or_null(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

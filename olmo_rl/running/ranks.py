@@ -61,7 +61,7 @@ def _compile_planner(config: Config) -> None:
     """
     if config.balance.kind is BalanceKind.none:
         return
-    from olmo_rl.planning.search import compile_kernels  # imports compiled kernels
+    from olmo_rl.planning.planners import compile_kernels  # imports compiled kernels
 
     if not launched_rank(os.environ):
         print(

@@ -14,12 +14,12 @@ import torch
 from olmo_rl.backends import attention_of, linear_of
 from olmo_rl.collections.supervised import SupervisedDataModule, TaskDemonstrations
 from olmo_rl.config import Config, ScheduleKind
-from olmo_rl.data.prompting import task_of
 from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.sharded import whole_weights
 from olmo_rl.policy.weights import save_weights
 from olmo_rl.running.callbacks import ProgressDisplay
 from olmo_rl.running.trainer import build_trainer
+from olmo_rl.tasks.prompting import task_of
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import SUPERVISED
 from olmo_rl.training.strategy import ExpertParallelStrategy

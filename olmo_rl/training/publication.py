@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from olmo_rl.config import Config, PublicationKind
-from olmo_rl.hf.export import buckets, export_read, is_single_file, written_dtype
+from olmo_rl.hf.writing import buckets, export_read, is_single_file, written_dtype
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.sharded import ParameterReader, Read, whole_weights
 from olmo_rl.policy.weights import save_weights
@@ -109,7 +109,7 @@ class Publication:
 
     def _drop_the_oldest(self) -> None:
         """One that an engine still has open on another node goes the next time."""
-        published = [path for path in self._directory.glob("step-*") if path.suffix != ".tmp"]
+        published = list(self._directory.glob("step-*"))
         with suppress(OSError):
             for old in sorted(published, key=lambda path: path.stat().st_mtime)[:-KEPT]:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()

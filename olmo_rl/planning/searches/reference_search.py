@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from olmo_rl.planning.objective import Bounds, Work, measure
 from olmo_rl.planning.packing import RankPacks, equalise, pack_consecutively
-from olmo_rl.planning.starts import Problem, Start, Weights, arrival_ranks, by_length, order_plan
+from olmo_rl.planning.searches.starts import (
+    SearchProblem,
+    SearchResult,
+    Start,
+    Weights,
+    arrival_ranks,
+    by_length,
+    order_plan,
+)
 from olmo_rl.types import PackPlan, SearchLog, Topology
 
 I64 = NDArray[np.int64]
@@ -32,7 +40,7 @@ KEPT, REPACKED, EQUALISED = "boundaries_kept", "columns_repacked", "world_equali
 METRICS = tuple(field.name for field in fields(Work))
 
 
-class Batch(NamedTuple):
+class BatchArrays(NamedTuple):
     """The constants of a search: `n` int64 [N] lengths, `h` loads, without layers where none are known."""
 
     n: I64
@@ -42,13 +50,13 @@ class Batch(NamedTuple):
     weights: Weights
 
 
-def batch_of(problem: Problem) -> Batch:
+def batch_of(problem: SearchProblem) -> BatchArrays:
     n, loads = problem.lengths, problem.loads
     h = np.zeros((len(n), 1, 0), dtype=np.int64) if loads is None else loads.astype(np.int64)
-    return Batch(n=n, h=h, topology=problem.topology, budget=problem.budget, weights=problem.weights)
+    return BatchArrays(n=n, h=h, topology=problem.topology, budget=problem.budget, weights=problem.weights)
 
 
-def reference_start(problem: Problem) -> tuple[Start, I64]:
+def reference_start(problem: SearchProblem) -> tuple[Start, I64]:
     """The start of least J that is no worse than the order of arrival on any metric, and its ranks [W, n]:
     the order of arrival, or samples placed greedily in that order or by length.
     """
@@ -99,7 +107,7 @@ def greedy_ranks(order: I64, *, n: I64, h: I64, topology: Topology, weights: Wei
     return ranks
 
 
-def pack_order(ranks: list[list[int]], *, batch: Batch) -> Packed:
+def pack_order(ranks: list[list[int]], *, batch: BatchArrays) -> Packed:
     """Packs and sums of `ranks` from scratch."""
     ep = batch.h.shape[1]
     greedy = [pack_consecutively(rank, lengths=batch.n, budget=batch.budget) for rank in ranks]
@@ -119,14 +127,16 @@ def pack_order(ranks: list[list[int]], *, batch: Batch) -> Packed:
     return packed
 
 
-def _add(packed: Packed, w: int, c: int, samples: tuple[int, ...], batch: Batch, sign: int) -> None:
+def _add(packed: Packed, w: int, c: int, samples: tuple[int, ...], batch: BatchArrays, sign: int) -> None:
     members = list(samples)
     packed.load[c, w // batch.h.shape[1]] += sign * batch.h[members].sum(axis=0)
     packed.tokens[c, w] += sign * batch.n[members].sum()
     packed.pairs[c, w] += sign * (batch.n[members] ** 2).sum()
 
 
-def swapped(packed: Packed, *, i: tuple[int, int], j: tuple[int, int], batch: Batch) -> tuple[Packed, str]:
+def swapped(
+    packed: Packed, *, i: tuple[int, int], j: tuple[int, int], batch: BatchArrays
+) -> tuple[Packed, str]:
     """`packed` with the samples at (rank, slot) i and j exchanged, and the scoring path this took."""
     ranks = list(packed.ranks)
     for w in {i[0], j[0]}:
@@ -189,7 +199,7 @@ def work_of(packed: Packed, *, experts: bool) -> Work:
     )
 
 
-def surrogate(packed: Packed, *, batch: Batch) -> float:
+def surrogate(packed: Packed, *, batch: BatchArrays) -> float:
     """J with every maximum replaced by a log-sum-exp: it still falls when a maximum that is not alone
     falls.
     """
@@ -218,7 +228,7 @@ def worse_metric(work: Work, *, guard: Work) -> str | None:
     return None
 
 
-def proposals(packed: Packed, *, batch: Batch, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
+def proposals(packed: Packed, *, batch: BatchArrays, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
     """Endless pairs of samples for the present `packed`: three of four aimed at an overloaded destination,
     half of these at a partner of similar length.
     """
@@ -257,7 +267,7 @@ def proposals(packed: Packed, *, batch: Batch, rng: np.random.Generator) -> Iter
         yield i, int(some[np.argmin((h[some] * weight).sum(axis=(1, 2)))])
 
 
-def search_reference(start: I64, *, problem: Problem) -> tuple[PackPlan, dict[str, int]]:
+def search_reference(start: I64, *, problem: SearchProblem) -> tuple[PackPlan, dict[str, int]]:
     """Strict descent from `start` [W, n], which is also the guard: the plan with its log, and how often each
     way of scoring was taken.
 
@@ -310,3 +320,11 @@ def search_reference(start: I64, *, problem: Problem) -> tuple[PackPlan, dict[st
         seed=problem.seed, proposals=done, accepted=accepted, stop_reason=reason, rejected=rejected
     )
     return PackPlan(packs=tuple(tuple(rank) for rank in packed.packs), search=log), paths
+
+
+def search_from_reference_start(problem: SearchProblem) -> SearchResult:
+    """The plan of `balance=reference`: swaps from the best greedy start."""
+    start, ranks = reference_start(problem)
+    started = time.perf_counter()
+    plan, paths = search_reference(ranks, problem=problem)
+    return SearchResult(plan=plan, start=start, started=started, paths=paths)

@@ -20,9 +20,9 @@ from torch import Tensor
 from olmo_rl.config import ExportConfig, ModelConfig, WrittenDtype
 from olmo_rl.data.tokenizers import HfTokenizer, fitting_tokenizer
 from olmo_rl.hf.agreement import format_of
-from olmo_rl.hf.files import shard_plan, write_directory
 from olmo_rl.hf.formats import CONFIG_FILE, HfFormat, config_json
 from olmo_rl.hf.names import Piece, pieces, refuse_mismatches
+from olmo_rl.hf.weight_files import shard_plan, write_directory
 from olmo_rl.policy.weights import open_weights, parameter_shapes, untied
 from olmo_rl.types import Refusal
 

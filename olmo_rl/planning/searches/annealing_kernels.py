@@ -107,7 +107,7 @@ class Works(NamedTuple):
 
 
 @inlined
-def draw(draws: U64) -> np.uint64:
+def next_bits(draws: U64) -> np.uint64:
     """The next 64 bits of splitmix64."""
     draws[0] += np.uint64(0x9E3779B97F4A7C15)
     x = draws[0]
@@ -117,7 +117,7 @@ def draw(draws: U64) -> np.uint64:
 
 
 @inlined
-def below(bits: np.uint64, limit: int) -> int:
+def bounded(bits: np.uint64, limit: int) -> int:
     """0 .. limit - 1 from the low 32 of `bits`."""
     return int(np.int64(((bits & np.uint64(0xFFFFFFFF)) * np.uint64(limit)) >> np.uint64(32)))
 
@@ -133,7 +133,7 @@ def allowed_rise(bits: np.uint64, temperature: int, deviates: I64) -> int:
 @inlined
 def partner(bits: np.uint64, place: int, window: int, by_length: I64) -> int:
     """A sample whose place in `by_length` differs from `place` by 1 .. window, or more at the ends."""
-    p = place - window + below(bits, 2 * window)
+    p = place - window + bounded(bits, 2 * window)
     if p >= place:
         p += 1
     if p < 0:
@@ -147,18 +147,18 @@ def partner(bits: np.uint64, place: int, window: int, by_length: I64) -> int:
 def propose(bits: np.uint64, more: np.uint64, chain: Chain, window: int) -> Swap:
     """The swap that 128 random bits stand for. Nothing is proposed where both cells are the same one."""
     sample, n, ep = chain.sample, len(chain.by_length), chain.load.shape[2]
-    i, j = below(bits >> np.uint64(32), n), n
+    i, j = bounded(bits >> np.uint64(32), n), n
     w1, c1 = sample[i, RANK], sample[i, COLUMN]
     w2, c2 = w1, c1
     kind = np.int64((more >> np.uint64(12)) & np.uint64(1023))
     if kind >= MOVES:
         if kind < ANYWHERE or not window:
-            j = below(bits, n)
+            j = bounded(bits, n)
         else:
             j = partner(bits, sample[i, PLACE], window, chain.by_length)
         w2, c2 = sample[j, RANK], sample[j, COLUMN]
     elif chain.cell[MEMBERS, c1, w1] > 1:
-        c2 = below(bits, len(chain.works))
+        c2 = bounded(bits, len(chain.works))
     tokens, squares = sample[j, TOKENS] - sample[i, TOKENS], sample[j, SQUARES] - sample[i, SQUARES]
     return Swap(i, w1, c1, w1 // ep, j, w2, c2, w2 // ep, tokens, squares)
 
@@ -373,7 +373,7 @@ def keep_best(change: tuple[int, int, int, int], rise: int, chain: Chain, rules:
 def anneal_cells(proposals: int, temperature: int, rules: Rules, chain: Chain) -> None:
     """`proposals` steps of `chain` at one temperature."""
     for _ in range(proposals):
-        bits, more = draw(chain.draws), draw(chain.draws)
+        bits, more = next_bits(chain.draws), next_bits(chain.draws)
         swap = propose(bits, more, chain, rules.window)
         if swap.w1 == swap.w2 and swap.c1 == swap.c2:
             continue

@@ -70,7 +70,7 @@ def fixed_point(base: Work, *, topology: Topology) -> Weights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Problem:
+class SearchProblem:
     """One batch to search a plan for: `lengths` int64 [N]; `loads` int32 [N, E, L], None for a plan by length
     alone; `cap`: most assignments of one destination in one layer of one column, None for any number;
     `proposals` None for the search's own number.
@@ -87,6 +87,18 @@ class Problem:
     proposals: int | None
     seconds: float
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """The plan of a search, the start that guards it, the clock when that start was chosen, and the number of
+    proposals scored on each path.
+    """
+
+    plan: PackPlan
+    start: Start
+    started: float
+    paths: dict[str, int]
 
 
 def by_length(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -187,7 +199,7 @@ def no_worse(work: Work, *, than: Work) -> bool:
     return all((getattr(work, name) or 0) <= (getattr(than, name) or 0) for name in _GUARDED)
 
 
-def starts(problem: Problem) -> list[Start]:
+def starts(problem: SearchProblem) -> list[Start]:
     """The order of arrival first, then ranks balanced by length, their packs greedy or filled to few
     columns.
     """

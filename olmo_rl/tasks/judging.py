@@ -29,13 +29,13 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from olmo_rl.config import OnVerifierFailure, TaskConfig
-from olmo_rl.data.math_answers import equal_answers, reference_fault
 from olmo_rl.data.validation import LARGEST_REWARD
+from olmo_rl.tasks.math_answers import equal_answers, reference_fault
 from olmo_rl.types import Interrupted, Refusal
 
 Verifier = Callable[[str, str], Any]
 START_SECONDS = 300.0  # bound on starting a verifiers' process and its first call, beside its time limit
-MATH = "olmo_rl.data.judging.math_answer"
+MATH = "olmo_rl.tasks.judging.math_answer"
 
 
 class NoVerdict(Exception):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from olmo_rl.data.math_values import TEXT, equal_formulas, equal_quantities
+from olmo_rl.tasks.math_values import TEXT, equal_formulas, equal_quantities
 
 _SPAN = r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<![\\\d])\$[^$\n]+?(?<!\\)\$"
 _SPANS = re.compile(

@@ -16,7 +16,7 @@ from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS, create_dataset
 
 from olmo_rl.config import TaskConfig
-from olmo_rl.data.problems import HELD_OUT_SEED, Problem, in_rounds, refuse_unknown, take_held_out
+from olmo_rl.tasks.problems import HELD_OUT_SEED, Problem, in_rounds, refuse_unknown, take_held_out
 from olmo_rl.types import Refusal
 
 # A generated dataset that gives nothing new this many times in a row is exhausted.

@@ -1,8 +1,9 @@
-"""The searches: one optimizer batch in, one verified plan out.
+"""The planners: one optimizer step in, one verified plan out.
 
-Owns the guard (no worse than the best start on expert, token and pair work and pack count), the choice of the
-search and the independent rescore of its plan. Refuses samples that no pack holds and a cap on destinations
-that the plan found does not keep.
+Owns the choice of the planner (`balance`), the guard of searches (no worse than the best start on expert,
+token and pair work and pack count) and the independent rescore of their plans. Refuses samples that no pack
+holds, and plans that exceed the cap on destinations. Adding a planner changes two files beside its own:
+config.py gets a member of `BalanceKind`, this file a case in `_search`.
 
 "Best start" is the start of least J with no more packs than the order of arrival, which is itself a start.
 Lower counts do not establish faster training: measure before turning it on.
@@ -10,34 +11,48 @@ Lower counts do not establish faster training: measure before turning it on.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from olmo_rl.config import BalanceConfig, BalanceKind
-from olmo_rl.planning.annealing import RELAXED, STRICT, anneal, compile_chain
 from olmo_rl.planning.loads import compile_counting, stable_hash
 from olmo_rl.planning.objective import Work, lower_bounds, measure
 from olmo_rl.planning.packing import check_lengths, plan_step
-from olmo_rl.planning.reference_search import reference_start, search_reference, worse_metric
-from olmo_rl.planning.schedule import Schedule, StepInput
-from olmo_rl.planning.starts import Problem, Start, best_start, fixed_point, least, no_worse, starts
-from olmo_rl.types import ExpertLayout, PackPlan, Refusal, SearchLog, Topology
+from olmo_rl.planning.schedule import Schedule, StepInput, known_schedule
+from olmo_rl.planning.searches.reference_search import search_from_reference_start, worse_metric
+from olmo_rl.planning.searches.starts import SearchProblem, SearchResult, Start, fixed_point, no_worse
+from olmo_rl.types import ExpertLayout, Refusal, Topology
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The plan of a search, the start that guards it, when that start was chosen, and how often each way of
-    scoring was taken.
-    """
+def schedule_step(step: StepInput) -> Schedule:
+    """Plan one packed step as `balance` says."""
+    if step.balance.kind is not BalanceKind.none:
+        return _with_pads(plan_batch(step), step=step)
+    began = time.perf_counter()
+    plan = plan_step(
+        step.lengths, budget=step.budget, topology=step.topology, ids=step.ids, source=step.source
+    )
+    spent = {"start": time.perf_counter() - began, "search": 0.0, "verify": 0.0}
+    return known_schedule(plan, step=step, arrival=plan, seconds=spent)
 
-    plan: PackPlan
-    start: Start
-    started: float
-    paths: dict[str, int]
+
+def _with_pads(schedule: Schedule, *, step: StepInput) -> Schedule:
+    """The schedule with the work of its padding; raises Refusal where that exceeds the cap."""
+    if step.pads is None:
+        return schedule
+    arrival = plan_step(step.lengths, budget=step.budget, topology=step.topology)
+    schedule = replace(schedule, before=step.work(arrival), after=step.work(schedule.plan))
+    cap, reached = step.balance.max_destination_load, schedule.after.max_destination_load
+    if cap is not None and reached is not None and reached > cap:
+        raise Refusal(
+            f"balance.max_destination_load={cap}: with pads the plan sends {reached} assignments to one "
+            f"destination in one layer of one column: raise it to {reached}, lower packing.max_tokens, or "
+            "pad less (packing.pad_to_budget, packing.pad_to_multiple_of)"
+        )
+    return schedule
 
 
 def batch_seed(ids: Sequence[str]) -> int:
@@ -57,42 +72,25 @@ def compile_kernels(
     if layout is not None:
         compile_counting(layout, topology=topology)
     if searches and balance.kind is BalanceKind.anneal:
+        from olmo_rl.planning.searches.annealing import compile_chain
+
         compile_chain()
 
 
-def _anneal(problem: Problem) -> Found:
-    weights, bounds = problem.weights, problem.bounds
-    best = best_start(starts(problem), weights=weights, cap=problem.cap)
-    started = time.perf_counter()
-    goal = weights.objective(bounds)
-    if weights.objective(best.work) == goal and best.work.packs_per_rank == bounds.packs_per_rank:
-        log = SearchLog(seed=problem.seed, proposals=0, accepted=0, stop_reason="bounds", rejected={})
-        return Found(plan=replace(best.plan, search=log), start=best, started=started, paths={})
-    # A plan that is also no worse than the order of arrival comes first. The other attempts are for the
-    # rare batch where no such plan is found; they share the deadline.
-    guards = [least(best.work, problem.arrival.work), best.work]
-    if guards[0] == guards[1]:
-        guards.pop()
-    done = accepted = 0
-    for guard, pressure in itertools.product(guards, (RELAXED, STRICT)):
-        left = problem.seconds - (time.perf_counter() - started)
-        found, log = anneal(best, problem=problem, guard=guard, goal=goal, pressure=pressure, seconds=left)
-        done, accepted = done + log.proposals, accepted + log.accepted
-        if found is not None or log.stop_reason == "deadline":
-            break
-    log = replace(log, proposals=done, accepted=accepted)
-    plan = replace(best.plan if found is None else found, search=log)
-    return Found(plan=plan, start=best, started=started, paths={})
+def _search(problem: SearchProblem, *, kind: BalanceKind) -> SearchResult:
+    """The result of the search that `kind` names: one case a planner, all of which mypy demands."""
+    match kind:
+        case BalanceKind.anneal:
+            from olmo_rl.planning.searches.annealing import search_annealed  # imports compiled kernels
+
+            return search_annealed(problem)
+        case BalanceKind.reference:
+            return search_from_reference_start(problem)
+        case BalanceKind.none:
+            raise AssertionError("the order of arrival is no search")
 
 
-def _reference(problem: Problem) -> Found:
-    start, ranks = reference_start(problem)
-    started = time.perf_counter()
-    plan, paths = search_reference(ranks, problem=problem)
-    return Found(plan=plan, start=start, started=started, paths=paths)
-
-
-def _problem(step: StepInput) -> Problem:
+def _problem(step: StepInput) -> SearchProblem:
     """Raises Refusal for samples that no pack or no count holds."""
     budget, topology, loads, balance = step.budget, step.topology, step.loads, step.balance
     lengths = np.array(
@@ -114,7 +112,7 @@ def _problem(step: StepInput) -> Problem:
             )
     plan = plan_step(lengths, budget=budget, topology=topology)
     work = measure(plan, lengths=lengths, loads=loads, topology=topology)
-    return Problem(
+    return SearchProblem(
         lengths=lengths,
         loads=loads,
         budget=budget,
@@ -129,7 +127,7 @@ def _problem(step: StepInput) -> Problem:
     )
 
 
-def _verify(after: Work, *, found: Found, problem: Problem, kind: BalanceKind) -> None:
+def _verify(after: Work, *, found: SearchResult, problem: SearchProblem, kind: BalanceKind) -> None:
     """The independent rescore against the guards. A failure is ours, except for a cap out of reach."""
     cap, reached = problem.cap, after.max_destination_load
     if cap is not None and reached is not None and reached > cap:
@@ -154,8 +152,7 @@ def plan_batch(step: StepInput) -> Schedule:
     compile_kernels(step.balance, layout=None, topology=step.topology)
     began = time.perf_counter()
     problem = _problem(step)
-    search = {BalanceKind.reference: _reference, BalanceKind.anneal: _anneal}[step.balance.kind]
-    found = search(problem)
+    found = _search(problem, kind=step.balance.kind)
     searched = time.perf_counter()
     found.plan.check(problem.lengths, problem.budget)
     after = measure(found.plan, lengths=problem.lengths, loads=problem.loads, topology=problem.topology)

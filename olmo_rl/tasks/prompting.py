@@ -17,9 +17,9 @@ import numpy as np
 
 from olmo_rl.config import Config, OverlongPrompt
 from olmo_rl.data.chat import user_prompt
-from olmo_rl.data.problems import Problem, Task, demonstration
-from olmo_rl.data.tasks import build_task
 from olmo_rl.data.tokenizers import Tokenizer
+from olmo_rl.tasks.kinds import build_task
+from olmo_rl.tasks.problems import Problem, Task, demonstration
 from olmo_rl.types import Refusal
 
 _ROUNDS = 100  # draws in a row without a problem that fits

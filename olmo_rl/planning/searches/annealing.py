@@ -9,12 +9,17 @@ Shapes as in `annealing_kernels.Chain`.
 
 from __future__ import annotations
 
+import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.planning.annealing_kernels import (
+from olmo_rl.planning.numba_kernels import HAVE_NUMBA, compile_for
+from olmo_rl.planning.objective import Work, lower_bounds, measure
+from olmo_rl.planning.packing import plan_step
+from olmo_rl.planning.searches.annealing_kernels import (
     ACCEPTED,
     BEST,
     COLUMN,
@@ -29,10 +34,17 @@ from olmo_rl.planning.annealing_kernels import (
     Rules,
     anneal_cells,
 )
-from olmo_rl.planning.numba_kernels import HAVE_NUMBA, compile_for
-from olmo_rl.planning.objective import Work, lower_bounds, measure
-from olmo_rl.planning.packing import plan_step
-from olmo_rl.planning.starts import Problem, Start, by_length, cells_plan, fixed_point
+from olmo_rl.planning.searches.starts import (
+    SearchProblem,
+    SearchResult,
+    Start,
+    best_start,
+    by_length,
+    cells_plan,
+    fixed_point,
+    least,
+    starts,
+)
 from olmo_rl.types import PackPlan, SearchLog, Topology
 
 CHUNKS = 128
@@ -53,7 +65,7 @@ def compile_chain() -> None:
     lengths, topology = np.ones(2, dtype=np.int64), Topology(2)
     plan = plan_step(lengths, budget=1, topology=topology)
     work = measure(plan, lengths=lengths, loads=None, topology=topology)
-    problem = Problem(
+    problem = SearchProblem(
         lengths=lengths,
         loads=None,
         budget=1,
@@ -87,7 +99,7 @@ def temperatures(objective: int, *, samples: int) -> NDArray[np.int64]:
     return np.array([(first * int(share)) >> 24 for share in shares], dtype=np.int64)
 
 
-def new_chain(plan: PackPlan, *, problem: Problem, best: int) -> Chain:
+def new_chain(plan: PackPlan, *, problem: SearchProblem, best: int) -> Chain:
     """A chain that stands at `plan` and looks for an objective below `best`."""
     lengths, topology = problem.lengths, problem.topology
     n, world, columns = len(lengths), topology.world_size, plan.packs_per_rank
@@ -134,7 +146,7 @@ def new_chain(plan: PackPlan, *, problem: Problem, best: int) -> Chain:
     )
 
 
-def rules_of(problem: Problem, *, guard: Work, pressure: int) -> Rules:
+def rules_of(problem: SearchProblem, *, guard: Work, pressure: int) -> Rules:
     """The constants of a chain that must stay within `guard`."""
     n = len(problem.lengths)
     return Rules(
@@ -151,7 +163,7 @@ def rules_of(problem: Problem, *, guard: Work, pressure: int) -> Rules:
 def anneal(
     start: Start,
     *,
-    problem: Problem,
+    problem: SearchProblem,
     guard: Work,
     goal: int,
     pressure: tuple[int, int] = RELAXED,
@@ -198,3 +210,29 @@ def anneal(
     if chain.best[0] < 0:
         return None, log
     return cells_plan(chain.best, topology=problem.topology, columns=start.plan.packs_per_rank), log
+
+
+def search_annealed(problem: SearchProblem) -> SearchResult:
+    """The plan of `balance=anneal`: of chains from the best start, or that start itself."""
+    weights, bounds = problem.weights, problem.bounds
+    best = best_start(starts(problem), weights=weights, cap=problem.cap)
+    started = time.perf_counter()
+    goal = weights.objective(bounds)
+    if weights.objective(best.work) == goal and best.work.packs_per_rank == bounds.packs_per_rank:
+        log = SearchLog(seed=problem.seed, proposals=0, accepted=0, stop_reason="bounds", rejected={})
+        return SearchResult(plan=replace(best.plan, search=log), start=best, started=started, paths={})
+    # A plan that is also no worse than the order of arrival comes first. The other attempts are for the
+    # rare batch where no such plan is found; they share the deadline.
+    guards = [least(best.work, problem.arrival.work), best.work]
+    if guards[0] == guards[1]:
+        guards.pop()
+    done = accepted = 0
+    for guard, pressure in itertools.product(guards, (RELAXED, STRICT)):
+        left = problem.seconds - (time.perf_counter() - started)
+        found, log = anneal(best, problem=problem, guard=guard, goal=goal, pressure=pressure, seconds=left)
+        done, accepted = done + log.proposals, accepted + log.accepted
+        if found is not None or log.stop_reason == "deadline":
+            break
+    log = replace(log, proposals=done, accepted=accepted)
+    plan = replace(best.plan if found is None else found, search=log)
+    return SearchResult(plan=plan, start=best, started=started, paths={})

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from olmo_rl.complete_files import complete_directory
 from olmo_rl.hf.names import Piece, refuse_mismatches
 from olmo_rl.types import Refusal
 
@@ -163,10 +163,7 @@ def write_directory(
     """
     if directory.exists():
         raise Refusal(f"{directory} exists already: choose another directory, or remove it")
-    scratch = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
+    with complete_directory(directory) as scratch:
         for name, content in documents.items():
             (scratch / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         mode = min((scratch / name).stat().st_mode for name in documents)
@@ -183,6 +180,3 @@ def write_directory(
             (scratch / INDEX).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
         if save is not None:
             save(scratch)
-        scratch.rename(directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

@@ -14,9 +14,9 @@ import numpy as np
 
 from olmo_rl.config import TaskConfig, TaskKind
 from olmo_rl.data.json_lines import parse_line, text_fault
-from olmo_rl.data.judging import build_judge, exact
-from olmo_rl.data.math_answers import reference_fault
-from olmo_rl.data.problems import (
+from olmo_rl.tasks.judging import build_judge, exact
+from olmo_rl.tasks.math_answers import reference_fault
+from olmo_rl.tasks.problems import (
     HELD_OUT_SEED,
     Problem,
     Task,
@@ -39,7 +39,7 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
             return AdditionTask(config, seed=seed)
         case TaskKind.reasoning_gym:
             # Slow to import and needed by no other task.
-            from olmo_rl.data.gym import GymTask
+            from olmo_rl.tasks.gym import GymTask
 
             return GymTask(config, seed=seed)
         case TaskKind.jsonl:
