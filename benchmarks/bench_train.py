@@ -4,7 +4,7 @@ Packed, packed and padded to the budget, unpacked, with and without recomputatio
 recorded lengths of GRPO samples (scaled down 8 times on a CPU), and documents of 12 tokens. Each arm is a
 process of its own, one after the other; its first update warms up and is not counted. Weights are published
 to a local engine after every update, as in a run that generates. On CUDA every budget of `--budgets` is an
-arm, in bfloat16, and tells model FLOPs utilisation over real tokens and over all that ran.
+arm, in bfloat16, and reports model FLOPs utilisation over real tokens and over all that ran.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import json
 import multiprocessing
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -193,7 +193,7 @@ def measure(config: Config, *, setting: Setting) -> dict[str, float]:
 
 def figures(rows: Sequence[dict[str, float]], *, packing: Sequence[dict[str, float]]) -> dict[str, float]:
     """Means an update from metrics and from the contract log's `packing` events. Throughput counts real
-    tokens; `fill` says how many of the rows' tokens they are.
+    tokens; `fill` is their share of the rows' tokens.
     """
     count, seconds = len(rows), sum(row["time/update_s"] for row in rows)
     real = sum(event["real_tokens"] for event in packing)
@@ -204,7 +204,7 @@ def figures(rows: Sequence[dict[str, float]], *, packing: Sequence[dict[str, flo
         "real share of tokens": real / sum(event["padded_tokens"] for event in packing),
         "peak memory, GiB": max(row["memory/peak_allocated_gib"] for row in rows),
     }
-    parts = {
+    parts: dict[str, Callable[[dict[str, float]], float]] = {
         "data": lambda row: row.get("time/rollout_s", 0.0) + row["time/collate_s"],
         "plan": lambda row: row["time/plan_ms"] / 1000,
         **{phase: partial(_seconds, phase=phase) for phase in PHASES[2:]},

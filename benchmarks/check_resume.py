@@ -6,7 +6,7 @@ save or inside the optimizer step, and signalled or killed at random moments. Ea
 weights and the Adam state of the straight run, bit for bit. Runs are processes of their own on the training
 path that users have. A kill inside a save comes from the killed rank itself, on an event of the interpreter
 (`sys.addaudithook`: this file is opened, that one renamed) or of the optimizer (`sys.setprofile`), so that it
-strikes where it says. Ends with 1 where a run ends otherwise.
+strikes at the moment it names. Ends with 1 where a run ends otherwise.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def run_once() -> None:
 
 
 def watched(config: Config, *, moment: Moment | None, watch: str) -> None:
-    """What every rank runs: training, seen by a callback that tells the driver and may end it."""
+    """What every rank runs: training, watched by a callback that reports to the driver and may end it."""
     from benchmarks.resume_watch import Watch
     from recipes.train import train
 

@@ -1,4 +1,4 @@
-"""A callback that kills its own rank where check_resume wants it killed, and tells how far the run is.
+"""A callback that kills its own rank where check_resume wants it killed, and reports how far the run is.
 
 It uses what any callback may: Lightning's hooks, the interpreter's audit events and its profiler.
 """
@@ -99,7 +99,7 @@ class Watch(Callback):
             self._kill()
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """An audit hook of this process: the interpreter tells it what it is about to do."""
+        """An audit hook of this process: the interpreter reports every operation before it runs."""
         if not self._armed or event not in ("open", "os.rename", "os.remove", "shutil.rmtree"):
             return
         assert self._moment is not None

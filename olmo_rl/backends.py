@@ -73,7 +73,7 @@ ATTENTION_BACKENDS: dict[str, Backend] = {
             documents=True,
             head_multiple=8,
             head_max=256,
-            module="flash_attn.flash_attn_interface",  # flash-attn 4 brings a package flash_attn of its own
+            module="flash_attn.flash_attn_interface",  # flash-attn 4 has a package flash_attn of its own
             install="pip install flash-attn==2.8.3 --no-build-isolation",
             computes=((8, 0), (99, 0)),
         ),

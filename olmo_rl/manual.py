@@ -36,11 +36,13 @@ flags
 
 EXIT_CODES = {
     "0": "success",
-    "1": "internal error, or an invalid override: a typo, a wrong type, an unknown choice; torchrun always "
-    "ends with 1, the log has the code",
-    "2": "invalid configuration or data, with reasons and changes",
+    "1": "internal error (read the traceback), or an override that Hydra rejects: a typo, a wrong type, an "
+    "unknown choice. torchrun always exits with 1; the log has the code. A sweep exits with 2 if all failed "
+    "jobs were invalid, else with 1",
+    "2": "invalid configuration or data, with reasons and changes; or a guard ended the run "
+    "(loss.on_nonfinite, scoring.tolerance, scoring.max_behavior_gap)",
     "75": "interrupted after a checkpoint; continue with ckpt_path=last",
-    "128 + n": "ended by signal n with nothing to resume",
+    "128 + n": "ended by signal n with nothing to resume; start again",
 }
 
 TAIL = """\

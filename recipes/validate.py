@@ -36,30 +36,30 @@ def run(config: Config) -> None:
     ranks = f"{config.world_size} x {config.trainer.accelerator}"
     rows = f"rows of up to {config.budget:,} tokens" if config.packed else "off, one sample a forward"
     print(f"{config.run_name}: nothing is refused")
-    tell("ranks", f"{ranks}, expert-parallel degree {config.ep_degree}")
-    tell("model", f"{total:,} parameters, {active:,} active per token, {len(model.layer_types)} layers")
+    show("ranks", f"{ranks}, expert-parallel degree {config.ep_degree}")
+    show("model", f"{total:,} parameters, {active:,} active per token, {len(model.layer_types)} layers")
     if model.routed_layers:
         owned, routes = topology.experts_per_rank(model.num_experts), "replayed" if config.replay else "live"
-        tell("experts", f"{model.num_experts}, top {model.top_k}, {owned} on each rank, routes {routes}")
+        show("experts", f"{model.num_experts}, top {model.top_k}, {owned} on each rank, routes {routes}")
     mixers = ", ".join(
         f"{key.removeprefix('policy.')} {row.name}" for key, row in backends_of(config).items()
     )
     compiled = ", compiled by block" if config.policy.compile else ""
-    tell("mixers", f"{mixers}; computed in {config.policy.dtype.value}{compiled}")
+    show("mixers", f"{mixers}; computed in {config.policy.dtype.value}{compiled}")
     if model.routed_layers and config.expert_dtype is not config.policy.dtype:
-        tell("experts", f"computed in {config.expert_dtype.value}")
+        show("experts", f"computed in {config.expert_dtype.value}")
     for line in memory_table(config, shapes=shapes):
-        tell("memory", f"{line.name:<11} {line.bytes / 2**30:9.2f} GiB  {line.how}")
+        show("memory", f"{line.name:<11} {line.bytes / 2**30:9.2f} GiB  {line.how}")
     whole = sum(line.bytes for line in memory_table(config, shapes=shapes)) / 2**30
-    tell("memory", f"{'sum':<11} {whole:9.2f} GiB  of the largest rank, an estimate")
-    for line in missing(config):
-        tell("lacking", f"on this machine: {line}")
-    tell("packing", f"{rows}; balance {config.balance.kind.value}")
+    show("memory", f"{'sum':<11} {whole:9.2f} GiB  of the largest rank, an estimate")
+    for lacking in missing(config):
+        show("lacking", f"on this machine: {lacking}")
+    show("packing", f"{rows}; balance {config.balance.kind.value}")
     if findings.files:
         samples = f"{findings.samples:,} samples of up to {findings.longest:,} tokens"
-        tell("files", f"{findings.files}, {samples}, {findings.updates} updates")
+        show("files", f"{findings.files}, {samples}, {findings.updates} updates")
     for note in findings.notes:
-        tell("note", note)
+        show("note", note)
     steps = max(config.batch.steps_per_collection, findings.most_updates)
     print(scoring_remark(config, steps_in_collection=steps))
 
@@ -72,5 +72,5 @@ def count_parameters(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> 
     return total, total - len(model.routed_layers) * expert * max(0, model.num_experts - model.top_k)
 
 
-def tell(name: str, text: str) -> None:
+def show(name: str, text: str) -> None:
     print(f"  {name:<10} {text}")

@@ -128,7 +128,7 @@ class Rank:
     results: dict[str, Any] = field(default_factory=dict)
 
     def config(self, name: str, *, ep: int | None = None, files: str = "twelve", **sections: Any) -> Config:
-        """A run over the collections in `files`; two ranks share experts unless `ep` says otherwise."""
+        """A run over the collections in `files`; two ranks share experts unless `ep` is given."""
         fields = {
             "trainer": TrainerConfig(devices=self.world, max_steps=1),
             "strategy": StrategyConfig(

@@ -1,6 +1,6 @@
 """Commands and files that README.md and docs/ show, found in their fenced blocks.
 
-A `bash` block holds commands that a test executes. A comment on the line above the fence says otherwise:
+A `bash` block holds commands that a test executes. A comment on the line above the fence overrides that:
 `<!-- validate: reason -->` composes and validates the configuration, for what needs GPUs, several ranks, a
 server or a download; `<!-- external: reason -->` marks other programs, `<!-- invalid -->` commands that end
 with exit code 2. A block with `title="path"` is a file that the reader writes.
@@ -27,7 +27,7 @@ MARKS = (None, "validate", "external", "invalid")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fenced block; `mark` says how its commands are tested, `title` names the file it is."""
+    """One fenced block; `mark` selects how its commands are tested, `title` names the file it is."""
 
     language: str
     text: str

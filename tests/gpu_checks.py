@@ -45,7 +45,7 @@ OUTPUT, GRADIENT = 1e-2, 2e-2
 
 
 class Unavailable(Exception):
-    """This machine lacks what a check needs; says what."""
+    """This machine lacks something that a check needs; names it."""
 
 
 def context_of(lengths: Sequence[int]) -> PackContext:

@@ -62,7 +62,7 @@ def weights_of(model: ModelConfig, *, seed: int = 0) -> dict[str, Tensor]:
 
 
 def overrides(model: ModelConfig) -> list[str]:
-    """The command line that says `model`, whatever group was chosen before."""
+    """The command line that gives `model`, whatever group was chosen before."""
     return [f"model.{name}={typed(getattr(model, name))}" for name in ModelConfig.__dataclass_fields__]
 
 

@@ -1,6 +1,6 @@
 """Commands and recipes on two ranks as torchrun starts them: one process a rank, each with the whole job.
 
-programs.py forks the ranks, so that none imports anything anew.
+programs.py forks the ranks, so that none imports anything again.
 """
 
 from __future__ import annotations

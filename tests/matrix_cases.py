@@ -133,7 +133,7 @@ def matrix() -> list[Cell]:
 
 
 def seeded_faults() -> list[Cell]:
-    """The few cells that tell the seeded faults apart."""
+    """The few cells that distinguish the seeded faults."""
     one = Cell(world=1, ep=1, double=True)
     aux = replace(one, router=True)
     two = replace(one, world=2)
@@ -343,7 +343,7 @@ def run_rank(number: int, world: int, directory: str) -> None:
 
 
 def run_faulty_rank(number: int, world: int, directory: str) -> None:
-    """Those that tell the seeded faults apart."""
+    """Those that distinguish the seeded faults."""
     run_cells(seeded_faults(), number=number, world=world, directory=directory)
 
 

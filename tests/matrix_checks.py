@@ -3,7 +3,7 @@
 The measure of a tensor is max|a - b| / max|b|. Float32 on CPU: 1e-6 between topologies, 1e-5 where packs
 differ. For a GPU the stated tolerance is that of bfloat16 with replayed routes, 1e-2 of the joint vector.
 `python matrix_checks.py` runs the matrix and prints the table. Nothing here asserts: a rule lists its faults,
-so that a seeded fault can be told by the rules that it breaks.
+so that a seeded fault is identified by the rules that it breaks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Seeded faults: copies of the package with one line changed each, and what the topology matrix says of them.
+"""Seeded faults: copies of the package with one line changed each, and the topology matrix over each.
 
 `make_copies` and `examine_copies` are steps of programs.py. Every copy gets processes of its own, which
 import olmo_rl from it, and a `faults.json`: the faults found, by rule.
@@ -111,7 +111,7 @@ def examine_copies(directory: str) -> None:
 
 
 def examine(copy: str) -> None:
-    """Run the cells that tell the faults apart on one copy."""
+    """Run the cells that distinguish the faults on one copy."""
     sys.path.insert(0, copy)
     steps = ("write_faulty_inputs", "run_faulty_rank*1", "run_faulty_rank*2")
     for step in (*(f"matrix_cases:{step}" for step in steps), "mutants:judge"):

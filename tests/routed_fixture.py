@@ -38,7 +38,7 @@ def fixture_samples(prefix: str, *, changed: bool = False) -> list[Sample]:
                 tokens=(tokens + (7 if changed and i == CHANGED else 0)).astype(np.int32),
                 response_mask=np.arange(length) >= prompt,
                 loss_mask=loss_mask,
-                # Near a policy that knows nothing, so that weights lie below, inside and above [0.9, 1.1].
+                # Near a uniform policy, so that weights lie below, inside and above [0.9, 1.1].
                 behavior_logprobs=(-5.5 + 0.3 * np.sin(np.arange(length) + i)).astype(np.float32),
                 reward=float(i % 2),
                 policy_version=0,

@@ -1,4 +1,4 @@
-"""Balancing while training, on four gloo ranks with EP2: it changes counts and nothing else, and says so.
+"""Balancing while training, on four gloo ranks with EP2: it changes counts alone, and reports them.
 
 One program (balance_cases.py) trains the same file in every form; the tests look at what each rank saw.
 """

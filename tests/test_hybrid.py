@@ -136,7 +136,7 @@ def test_packed_and_unpacked_losses_and_gradients_agree(dtype: torch.dtype, tole
     plans = ([[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[4, 0], [3, 1, 5, 2]])
     losses, found = [], []
     for plan in plans:
-        # one document a row also runs the attention that knows no documents
+        # one document a row also runs the attention without document boundaries
         model = build(tiny_config(), attention="torch" if len(plan) == 6 else "reference").to(dtype)
         total = 0.0
         for documents in plan:

@@ -104,7 +104,7 @@ def checkpoint(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def peer(site: Path, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """What the peer says of every model: logits by document, shapes by name."""
+    """Results of the peer for every model: logits by document, shapes by name."""
     root = tmp_path_factory.mktemp("peer")
     places = {name: root / name for name in MODELS} | {"trained": checkpoint.parents[3] / "trained"}
     for name, model in MODELS.items():

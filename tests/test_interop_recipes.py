@@ -62,8 +62,8 @@ def here(place: Path, capfd: pytest.CaptureFixture[str]) -> Command:
 @pytest.fixture(scope="module")
 def checkpoint(place: Path) -> Path:
     """Three updates of two ranks that share experts."""
-    code, told = train_on_two_ranks(*PACKED, "run_name=t", "trainer.max_steps=3", place=place)
-    assert code == 0, told
+    code, output = train_on_two_ranks(*PACKED, "run_name=t", "trainer.max_steps=3", place=place)
+    assert code == 0, output
     return place / "outputs" / "t" / "checkpoints" / "step-3"
 
 
@@ -97,9 +97,9 @@ def test_a_checkpoint_of_packed_moe_exports_and_comes_back_bit_equal(
 
     assert len(list(directory.glob("*.safetensors"))) > 1
     assert identical(read_weights(str(directory)), trained)
-    code, told = here(*PACKED, "recipe=export", "run_name=y", "init_from=hf", "export.path=again")
-    assert code == 0, told
-    assert told.splitlines()[-1] == "olmo3moe: again"
+    code, output = here(*PACKED, "recipe=export", "run_name=y", "init_from=hf", "export.path=again")
+    assert code == 0, output
+    assert output.splitlines()[-1] == "olmo3moe: again"
     written = tensors_of(directory)
     assert identical(tensors_of(place / "again"), written)
     elements = sum(tensor.numel() for tensor in trained.values())
@@ -112,8 +112,8 @@ def test_two_ranks_start_from_the_directory_with_the_checkpoints_weights_to_the_
 ) -> None:
     """A KL term keeps what a run starts from: the weights that the ranks read into their shards."""
     run = ("run_name=again", "trainer.max_steps=1", f"init_from={directory}", "loss.kl_coef=0.01")
-    code, told = train_on_two_ranks(*PACKED, *run, place=place)
-    assert code == 0, told
+    code, output = train_on_two_ranks(*PACKED, *run, place=place)
+    assert code == 0, output
     trained = read_weights(str(checkpoint))
     assert identical(read_weights("outputs/again/reference"), trained)
     after = read_weights("outputs/again/checkpoints/step-1")
@@ -160,10 +160,10 @@ def test_a_missing_an_unexpected_and_a_misshapen_tensor_are_refused_by_name_with
     damaged(directory, place / kind, change=change)
     for name, recipe in (("train", ()), ("export", ("recipe=export",))):
         run = (f"run_name={kind}_{name}", f"init_from={kind}", "trainer.max_steps=1")
-        code, told = here(*PACKED, *SINGLE, *recipe, *run)
-        assert code == 2, told
-        assert f"={kind}: {message}\n" in told
-        assert "Traceback" not in told
+        code, output = here(*PACKED, *SINGLE, *recipe, *run)
+        assert code == 2, output
+        assert f"={kind}: {message}\n" in output
+        assert "Traceback" not in output
     assert not (place / "outputs" / f"{kind}_export" / "hf").exists()
 
 
@@ -181,21 +181,21 @@ def test_a_checkpoint_that_lost_bytes_and_a_cut_file_of_weights_are_refused_befo
         ("outputs/t", "init_from=outputs/t: a directory without config.json, and no whole checkpoint"),
         ("cut.safetensors", "init_from=cut.safetensors: not a safetensors file ("),
     ):
-        code, told = here(*PACKED, "recipe=export", "run_name=cut", f"init_from={path}")
-        assert code == 2, told
-        assert message in told
-        assert "Traceback" not in told
+        code, output = here(*PACKED, "recipe=export", "run_name=cut", f"init_from={path}")
+        assert code == 2, output
+        assert message in output
+        assert "Traceback" not in output
 
 
 def test_an_export_carries_the_tokenizer_that_a_later_run_starts_with(here: Command, place: Path) -> None:
     tokenizer = save_tokenizer(place / "tokenizer", template=MARKED)
     vocabulary = ("model.vocab_size=304", *SINGLE)
     sft = ("recipe=sft", "trainer.max_steps=1")
-    code, told = here(*PACKED, *vocabulary, *sft, "run_name=sft", "model.tokenizer=tokenizer")
-    assert code == 0, told
+    code, output = here(*PACKED, *vocabulary, *sft, "run_name=sft", "model.tokenizer=tokenizer")
+    assert code == 0, output
     export = "recipe=export run_name=xt init_from=outputs/sft/checkpoints/step-1 export.path=with_tokenizer"
-    code, told = here(*PACKED, *vocabulary, *export.split(), "model.tokenizer=tokenizer")
-    assert code == 0, told
+    code, output = here(*PACKED, *vocabulary, *export.split(), "model.tokenizer=tokenizer")
+    assert code == 0, output
 
     ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (place / "with_tokenizer", tokenizer))
     text = "hello there 12+34= good bye \u00e4\u4e2d"
@@ -211,14 +211,14 @@ def test_an_export_carries_the_tokenizer_that_a_later_run_starts_with(here: Comm
 
     # The ids of one tokenizer with the weights of another would train on noise.
     start = (*PACKED, *vocabulary, "init_from=with_tokenizer", "trainer.max_steps=1")
-    code, told = here(*start, "run_name=bytes")
-    assert code == 2, told
-    assert "set model.tokenizer=with_tokenizer" in told
+    code, output = here(*start, "run_name=bytes")
+    assert code == 2, output
+    assert "set model.tokenizer=with_tokenizer" in output
     own = ("model.tokenizer=with_tokenizer",)
-    code, told = here(*start, *own, "run_name=generated")
-    assert code == 0, told
-    code, told = here(*start, *own, *sft, "run_name=supervised")
-    assert code == 0, told
+    code, output = here(*start, *own, "run_name=generated")
+    assert code == 0, output
+    code, output = here(*start, *own, *sft, "run_name=supervised")
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("recipe", ["train", "rollout", "sft", "validate"])
@@ -228,18 +228,18 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused_by_eve
     if not (place / "large").exists():
         save_tokenizer(place / "large", template=None)
     given = (f"recipe={recipe}", f"run_name=large_{recipe}", "model.tokenizer=large", "trainer.max_steps=1")
-    code, told = here(*PACKED, *SINGLE, *given)
-    assert code == 2, told
-    assert "model.tokenizer=large has " in told
-    assert "ids, the embedding fewer rows: raise model.vocab_size=259" in told
-    assert "Traceback" not in told
+    code, output = here(*PACKED, *SINGLE, *given)
+    assert code == 2, output
+    assert "model.tokenizer=large has " in output
+    assert "ids, the embedding fewer rows: raise model.vocab_size=259" in output
+    assert "Traceback" not in output
 
 
 def test_the_memory_of_a_released_model_on_nodes_is_told_on_a_cpu(here: Command) -> None:
-    code, told = here("recipe=validate", "+experiment=qwen3_30b_a3b", "trainer=nodes", "run_name=q")
-    assert code == 0, told
-    assert "ranks      32 x gpu, expert-parallel degree 8" in told
-    rows = dict(line.split(maxsplit=2)[1:] for line in told.splitlines() if line.startswith("  memory"))
+    code, output = here("recipe=validate", "+experiment=qwen3_30b_a3b", "trainer=nodes", "run_name=q")
+    assert code == 0, output
+    assert "ranks      32 x gpu, expert-parallel degree 8" in output
+    rows = dict(line.split(maxsplit=2)[1:] for line in output.splitlines() if line.startswith("  memory"))
     sizes = {name: float(text.split()[0]) for name, text in rows.items()}
     assert sizes["sum"] == pytest.approx(sum(sizes.values()) - sizes["sum"], abs=0.05)
     assert sizes["adam"] == pytest.approx(2 * sizes["weights"], abs=0.02)

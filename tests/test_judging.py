@@ -36,7 +36,7 @@ def failing(response: str, answer: str) -> float:
 
 
 def slow(response: str, answer: str) -> float:
-    """Judges after as many seconds as the response says."""
+    """Judges after as many seconds as the response names."""
     time.sleep(float(response))
     return 3.0
 
@@ -51,7 +51,7 @@ def ending(response: str, answer: str) -> float:
 
 
 def dying(response: str, answer: str) -> float:
-    """Dies or sleeps where the response says so, and judges everything else."""
+    """Dies or sleeps where the response asks for it, and judges everything else."""
     if response == "die":
         os._exit(9)
     time.sleep(3600.0 if response == "sleep" else 0.0)
@@ -62,7 +62,7 @@ _imported = False
 
 
 def importing(response: str, answer: str) -> float:
-    """The first call of a process takes 2 s, as a large library does; later ones what the response says."""
+    """The first call of a process takes 2 s, as a large library does; later ones as the response asks."""
     global _imported
     time.sleep(float(response) if _imported else 2.0)
     _imported = True

@@ -1,4 +1,4 @@
-"""One rank of two fails in the middle of a run, or both do: every rank ends soon, the first cause is told.
+"""One rank of two fails in the middle of a run, or both do: every rank ends soon and reports the first cause.
 
 Each case is a real run of the train recipe on two processes; two go at a time, because most of their time
 is imports.
@@ -42,7 +42,7 @@ RANKS = 2
 
 
 def worth(response: str, answer: str) -> float:
-    """A verifier that goes wrong on the rank whose callback says so."""
+    """A verifier that fails on the rank that the callback names."""
     return float("inf") if "JUDGES_BADLY" in os.environ else float(len(response) % 2)
 
 

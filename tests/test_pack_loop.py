@@ -1,5 +1,5 @@
 """What an update does between its first and its last pack: it never waits for the device, packs arrive in
-order, and its time is told by phase; and what a rank sets for its memory.
+order, and its time is reported by phase; and the settings of a rank for its memory.
 """
 
 from __future__ import annotations

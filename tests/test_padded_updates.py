@@ -1,5 +1,5 @@
 """Updates over padded rows through the real trainer: the loss and gradients of the same update without pads,
-real and padded tokens told apart, rows of one shape, plans that print what they pad.
+real and padded tokens counted separately, rows of one shape, plans that print what they pad.
 """
 
 from __future__ import annotations

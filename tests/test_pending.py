@@ -123,7 +123,7 @@ def test_a_checkpoint_inside_a_collection_holds_its_steps_to_come_as_plain_value
     plan = run.data._open._steps[1].plan
     assert plan is not None
     assert pending["plans"][0]["packs"] == [[list(pack) for pack in rank] for rank in plan.packs]
-    assert pending["facts"] == {}, "the first row told them"
+    assert pending["facts"] == {}, "the first row had them"
     assert Pending.of_state(pending).plans[0].plan == plan
 
 

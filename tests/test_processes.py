@@ -160,16 +160,16 @@ def call_sys_exit(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         (end_without_a_word, "rank 1 ended with exit code 0 before its work was done"),
         (call_sys_exit, r"rank 1 failed:(.|\n)*call_sys_exit(.|\n)*ended the process: sys.exit\(0\)"),
     ],
 )
 def test_a_rank_that_ends_before_its_work_is_done_has_failed_whatever_its_exit_code(
-    tmp_path: Path, entry: Callable[[Config], None], told: str
+    tmp_path: Path, entry: Callable[[Config], None], message: str
 ) -> None:
-    with pytest.raises(RankFailed, match=told):
+    with pytest.raises(RankFailed, match=message):
         run_ranks(entry, world(2, directory=tmp_path))
 
 
@@ -237,9 +237,9 @@ def test_a_rank_that_dies_in_native_code_is_named_and_tells_where_its_threads_we
 ) -> None:
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGABRT"):
         run_ranks(abort_in_rank_1, world(2, directory=tmp_path))
-    told = capfd.readouterr().err
-    assert "Fatal Python error: Aborted" in told
-    assert "in abort_in_rank_1" in told
+    output = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in output
+    assert "in abort_in_rank_1" in output
     assert_all_ended(tmp_path, ranks=2)
 
 

@@ -295,8 +295,8 @@ def test_an_interrupted_run_ends_with_75_and_one_process_resumes_what_two_saved(
     assert "Traceback" not in done.err
     assert "SIGTERM: the ranks save and end" in done.err
     steps = len(rows_of(run))
-    told = f"interrupted by SIGTERM, saved after update {steps}: continue {run} with ckpt_path=last"
-    assert told in done.out
+    expected = f"interrupted by SIGTERM, saved after update {steps}: continue {run} with ckpt_path=last"
+    assert expected in done.out
     assert [path.name for path in complete_checkpoints(run)] == [f"step-{steps}"]
     for rank in (0, 1):
         packing = records(run, "packing", rank=rank)

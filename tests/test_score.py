@@ -53,10 +53,10 @@ def test_files_may_share_ids_and_what_is_not_scored_is_counted(
     for key, sample in expected.items():
         assert found[key] == pytest.approx(logprobs_alone(sample), abs=1e-5), key
     assert found[names[0], "s5"] != found[names[1], "s5"]
-    told = capsys.readouterr().out
-    assert "12 of 19 samples scored, mean |policy - behaviour| " in told
-    assert "not scored: 3 in the incomplete last step of their file" in told
-    assert "not scored: 4 filtered, or in steps where no token is trained" in told
+    output = capsys.readouterr().out
+    assert "12 of 19 samples scored, mean |policy - behaviour| " in output
+    assert "not scored: 3 in the incomplete last step of their file" in output
+    assert "not scored: 4 filtered, or in steps where no token is trained" in output
 
 
 def test_nothing_is_said_where_everything_is_scored(
@@ -69,6 +69,6 @@ def test_nothing_is_said_where_everything_is_scored(
     run_ranks(score.score, replace(config, recipe=Recipe.score))
     lines = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
     assert lines[3]["policy_logprobs"] == [None] * len(samples[3])
-    told = capsys.readouterr().out
-    assert "8 of 8 samples scored" in told
-    assert "not scored" not in told
+    output = capsys.readouterr().out
+    assert "8 of 8 samples scored" in output
+    assert "not scored" not in output

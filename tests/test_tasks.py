@@ -324,8 +324,8 @@ def test_a_verifier_that_ends_the_process_has_failed_by_name(tmp_path: Path, cod
     verifier = {"_target_": f"{__name__}.leaving", "code": code}
     task = build_task(jsonl(capitals(tmp_path / "p.jsonl"), verifier=verifier), seed=0)
     problem = task.problems(1, seed=0)[0]
-    told = rf"line {problem.id.removeprefix('line-')}: it called sys.exit\({code}\)"
-    with pytest.raises(Refusal, match=told):
+    reported = rf"line {problem.id.removeprefix('line-')}: it called sys.exit\({code}\)"
+    with pytest.raises(Refusal, match=reported):
         task.reward(problem, "x")
 
 

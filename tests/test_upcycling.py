@@ -196,9 +196,9 @@ def test_the_recipe_writes_weights_tokenizer_and_report_and_says_how_to_start(
     assert report.difference_of_equal_experts <= 1e-5 * report.largest_logit
     assert report.noise == pytest.approx(0.05, rel=0.02)
     assert report.difference_of_perturbed_experts > 100 * report.difference_of_equal_experts
-    told = capsys.readouterr().out
-    assert f"init_from={directory / WEIGHTS} model.tokenizer={directory}" in told
-    assert "tolerance 0.001" in told
+    output = capsys.readouterr().out
+    assert f"init_from={directory / WEIGHTS} model.tokenizer={directory}" in output
+    assert "tolerance 0.001" in output
     decoder = HybridDecoder(config.model, attention="reference")
     load_weights(decoder, str(directory / WEIGHTS))
     dense_embedding = load_dense(dense).model.embed_tokens.weight

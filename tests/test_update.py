@@ -311,7 +311,7 @@ def test_steps_of_one_file_are_anchored_at_the_policy_before_the_first_of_them(t
         for document in documents
         for t in document.scored()
     ]
-    assert max(raw) > 1.28, "beyond the clip, and told as it is"
+    assert max(raw) > 1.28, "beyond the clip, and reported unclipped"
     assert terms["loss/ratio"] == pytest.approx(float(np.mean(raw)), rel=1e-9)
     assert run.events("optimizer")[1]["max_ratio"] == pytest.approx(max(raw), rel=1e-9)
     assert run.rows[1]["loss/max_ratio"] == pytest.approx(max(raw), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Runs whose verifiers fail or cannot judge: what is saved and said, and that unknown is never a number."""
+"""Runs whose verifiers fail or cannot judge: what is saved and reported; unknown is never a number."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One row of chat data -> token ids with a mask of the assistant turns that are trained. No torch here.
 
-`turns` says what a row may be. A tokenizer with a chat template renders the turns, with the tools and
+`turns` defines a row. A tokenizer with a chat template renders the turns, with the tools and
 template arguments of the row: by the template's own generation markers where it has them, else turn by
 turn, each rendering checked to continue the previous one. A tokenizer without one (bytes, characters)
 writes the plain form: turns follow each other without marks, two turns in a row that are not the
@@ -159,7 +159,7 @@ def _by_template(conversation: Conversation, *, backend: Any) -> tuple[list[int]
 
 
 def _readable(conversation: Conversation, *, template: str) -> Conversation:
-    """The conversation with names that the template knows; refuses parts that it would lose."""
+    """The conversation under the names that the template uses; refuses parts that it would lose."""
     if conversation.tools is not None and "tools" not in template:
         raise Refusal("the chat template does not read 'tools': choose another, or leave them out")
     for name in conversation.template_arguments:

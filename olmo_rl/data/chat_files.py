@@ -2,7 +2,7 @@
 
 Nothing is held but one buffer of rows. A pass over the data (an epoch) is cut into buffers of consecutive
 rows; each is shuffled by (seed, epoch, number of the buffer) alone, and the first one of an epoch is shorter
-by chance, so that other rows meet in the next. The cursor says where the present buffer begins and how many
+by chance, so that other rows meet in the next. The cursor holds where the present buffer begins and how many
 of its rows are taken: reading goes on there, and the order depends on no rank, clock or earlier process.
 
 Refuses files that are missing, of another format, cut, or without rows, and a cursor of other data.
@@ -243,7 +243,7 @@ class ChatStream:
         self._reader: Iterator[tuple[ChatRow, Place]] = iter(())
 
     def take(self, count: int) -> list[ChatRow]:
-        """The next `count` rows; fewer only where the last epoch ends. An id says epoch, file and line."""
+        """The next `count` rows; fewer only where the last epoch ends. An id names epoch, file and line."""
         taken: list[ChatRow] = []
         while len(taken) < count and (buffer := self._filled()) is not None:
             cursor = self.cursor

@@ -2,11 +2,11 @@
 and pads.
 
 Everything per token comes from `packs.TOKEN_FIELDS`; routes are appended sample by sample, so that a sample
-of T tokens always brings T rows: T-1 recorded ones and its own synthetic tail (`planning.loads.tail_routes`).
-Pads repeat rows of the pack as `planning.pads.pad_documents` says, with the routes of these rows.
+of T tokens always has T rows: T-1 recorded ones and its own synthetic tail (`planning.loads.tail_routes`).
+Pads repeat rows of the pack in the order of `planning.pads.pad_documents`, with their routes.
 
 Refused: missing or misshapen routes, naming the sample; padding a pack that was padded to another length, and
-a per-token field that the table does not know (`ValueError`: both are ours).
+a per-token field that the table lacks (`ValueError`: both are internal errors).
 """
 
 from __future__ import annotations

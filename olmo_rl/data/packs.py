@@ -174,7 +174,7 @@ class Pack:
 
     def map(self, move: Callable[[Tensor], Tensor]) -> Pack:
         """The pack with `move` applied to every tensor. Scored rows are found before, on the host: a device
-        could only tell how many there are by being waited for.
+        could only give their number after a synchronisation.
         """
         return replace(
             self,
@@ -231,7 +231,7 @@ class Step:
     it; `packs`: this rank's, on the host. Without packs nothing in the step can train, and every rank skips
     it alike. `forecast`: what every destination should receive, where routes are replayed over several ranks.
     `anchors[i]`: log-probs [S] of the scored slots of pack i by the policy before the first step of its
-    collection, where a scoring pass of its own computed them. `facts`: metrics that every rank knows alike.
+    collection, where a scoring pass of its own computed them. `facts`: metrics that are equal on every rank.
     `steps_in_collection`: the steps of its collection, this one included; `source`: the file, or the engine.
     """
 

@@ -31,7 +31,7 @@ class HfFormat(Enum):
 
 
 def is_hf_directory(path: str | Path) -> bool:
-    """Return whether a directory has a config.json and no checkpoint of ours."""
+    """Return whether a directory has a config.json and no checkpoint of olmo_rl."""
     return (Path(path) / CONFIG_FILE).is_file() and not (Path(path) / ".metadata").is_file()
 
 

@@ -83,7 +83,7 @@ _OLMO3MOE = (
     ("mixer.decay.dt_bias", "self_attn.dt_bias"),
     ("mixer.o_norm.weight", "self_attn.o_norm.weight"),
 )
-# One weight of ours, three convolutions of theirs, in this order.
+# One weight here, three convolutions there, in this order.
 _CONVOLUTION = ("mixer.conv.weight", tuple(f"self_attn.{x}_conv1d.weight" for x in "qkv"))
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 

@@ -39,7 +39,7 @@ class KernelCache(FunctionCache):
 
     @override
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled kernel for these types, or None: it is compiled then, and its entry written anew."""
+        """The compiled kernel for these types, or None: it is compiled then, and its entry is replaced."""
         found = super().load_overload(sig, target_context)
         asked = tuple(getattr(sig, "args", sig))
         return found if found is not None and tuple(found.signature.args) == asked else None

@@ -28,7 +28,7 @@ from olmo_rl.types import ExpertLayout, Refusal, Topology
 
 
 def schedule_step(step: StepInput) -> Schedule:
-    """Plan one packed step as `balance` says."""
+    """Plan one packed step with the planner of `balance`."""
     if step.balance.kind is not BalanceKind.none:
         return _with_pads(plan_batch(step), step=step)
     began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""One optimizer step as planned: the plan with its evidence, what every destination should receive, and how
-that compares with what the dispatcher counted. No torch.
+"""One optimizer step as planned: the plan with its evidence, the loads predicted for every destination, and
+their comparison with the counts of the dispatcher. No torch.
 
 Owns the values of the `expert_schedule` and `expert_balance` events. Shapes: N samples, C columns, R
 replicas, E expert-parallel ranks, L looked-at routed layers.
@@ -52,10 +52,10 @@ class StepInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A plan and what is known of it. `before` is the order of arrival, `start` names the best start of a
-    search, `paths` counts the scoring paths of one, `seconds` says where the time went. `origin`: planned;
-    resumed from a checkpoint; replanned, where a checkpoint held a plan of another topology or of other
-    settings. Travels from rank 0 to all others.
+    """A plan with its work and its bounds. `before`: work of the order of arrival; `start`: name of the
+    search's best start; `paths`: proposals by the path on which they were scored; `seconds`: time of each
+    part; `origin`: planned; resumed from a checkpoint; or replanned, where a checkpoint held a plan of
+    another topology or of other settings. Rank 0 sends it to all others.
     """
 
     plan: PackPlan
@@ -95,7 +95,7 @@ class Schedule:
 
 
 def schedule_digest(schedule: Schedule, *, ids: Sequence[str]) -> str:
-    """What all ranks compare: the samples in every cell by id, and the work of the plan."""
+    """A hash that all ranks compare: of the samples in every cell, by id, and of the work of the plan."""
     cells = [[[ids[i] for i in pack] for pack in rank] for rank in schedule.plan.packs]
     return hashlib.sha256(repr((cells, schedule.after)).encode()).hexdigest()
 
@@ -121,7 +121,7 @@ def known_schedule(
     paths: dict[str, int] | None = None,
     origin: str = "planned",
 ) -> Schedule:
-    """The schedule of a plan that nobody searches for now; `arrival` keeps the order of arrival."""
+    """The schedule of a plan that needs no search; `arrival` keeps the order of arrival."""
     after = step.work(plan)
     return Schedule(
         plan=plan,
@@ -138,8 +138,8 @@ def known_schedule(
 
 
 def placement_floor(loads: NDArray[np.int32]) -> float:
-    """Sum over layers of the busiest destination / of the mean one, all samples together: what no packing
-    crosses while experts stay where they are. 1 is even.
+    """Sum over layers of the busiest destination / of the mean one, all samples together: the lowest
+    imbalance that any packing can reach without moving experts. 1 is even.
     """
     total = loads.sum(axis=0, dtype=np.int64)
     return float(total.max(axis=0).sum() / total.mean(axis=0).sum())
@@ -147,7 +147,7 @@ def placement_floor(loads: NDArray[np.int32]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Forecast:
-    """What the dispatcher should count: `loads` int64 [C, R, E, L] of the global layer ids `layers`."""
+    """Predicted counts of the dispatcher: `loads` int64 [C, R, E, L] of the global layer ids `layers`."""
 
     loads: NDArray[np.int64]
     layers: tuple[int, ...]
@@ -163,7 +163,7 @@ class Forecast:
         layer_stride: int,
         pads: PadWork | None = None,
     ) -> Forecast:
-        """`pads`: what the pads of this plan add, where rows are padded."""
+        """`pads`: work that the padding of this plan adds, where rows are padded."""
         predicted = destination_loads(plan, loads=loads, topology=topology, pads=pads)
         return cls(loads=predicted, layers=layout.routed_layers[::layer_stride])
 

@@ -1,4 +1,4 @@
-"""Softmax attention that knows documents: backends behind one call, and the layer.
+"""Softmax attention within documents: backends behind one call, and the layer.
 
 Owns full and sliding-window attention over a packed row. Boundaries come from `PackContext.boundaries` and
 nowhere else; positions (they restart per document) only turn the rotary embedding.
@@ -133,7 +133,7 @@ class DocumentAttention(nn.Module):
         self.by_head = config.qk_norm is QkNorm.head
 
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
-        """[T, E] -> [T, E]; documents as `context.boundaries` says."""
+        """[T, E] -> [T, E]; documents end at `context.boundaries`."""
         q, k, v = self._project(x_TE, context.positions)
         out = document_attention(q, k=k, v=v, context=context, backend=self.backend, window=self.window)
         return self._output(out)

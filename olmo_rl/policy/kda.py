@@ -194,7 +194,7 @@ class KimiDeltaAttention(nn.Module):
         self.wo = nn.Linear(width, config.dim, bias=False)
 
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
-        """[T, E] -> [T, E]; documents as `context.boundaries` says."""
+        """[T, E] -> [T, E]; documents end at `context.boundaries`."""
         self._check(x_TE)
         mixed, f, beta = self._inputs(x_TE)
         q, k, v = self._heads(self.conv(mixed, context))

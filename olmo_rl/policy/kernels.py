@@ -36,7 +36,7 @@ def boundaries_of(context: PackContext) -> Tensor:
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, context: PackContext, window: int | None) -> Tensor:
-    """`torch.nn.attention.varlen`: it sees both ways unless the window says otherwise."""
+    """`torch.nn.attention.varlen`: it is bidirectional unless the window limits it."""
     from torch.nn.attention.varlen import varlen_attn
 
     edges = boundaries_of(context)

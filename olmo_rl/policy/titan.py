@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _SPMD_BACKEND = "partial_dtensor"
 _EXPERT_PARAMETERS = ("w1_EFD", "w2_EDF", "w3_EFD")
 # Added to every score, before top-k, by Olmo3Moe (modeling_olmo3moe.py of ai2-olmo-core 3.0.0), the only
-# released architecture of ours with sigmoid routers: where all scores of a token vanish, gates become equal.
+# released architecture here with sigmoid routers: where all scores of a token vanish, gates become equal.
 _SIGMOID_FLOOR = 1e-7
 _WIDTH_MULTIPLE = 8  # of the grouped matrix product in bfloat16; float32 needs 4
 

@@ -205,7 +205,7 @@ class Evaluation(Callback):
         answered = [
             (problem, generation)
             for problem, generation in zip(problems, generations, strict=True)
-            if generation is not None  # a serving engine that never answered says nothing about the policy
+            if generation is not None  # a serving engine that never answered is no evidence about the policy
         ]
         verdicts = [
             task.reward(problem, response_text(generation, tokenizer=tokenizer))

@@ -100,7 +100,7 @@ class GymTask:
         answer = (tagged[-1] if tagged else response).strip()
         if problem.reference is not None and answer == problem.reference.strip():
             return 1.0
-        # A composite tells for each question which dataset it came from.
+        # A composite names the dataset of each question.
         source = (problem.entry or {}).get("metadata", {}).get("source_dataset", self._config.name)
         if source not in SEVERAL_ANSWERS or not answer or _UNSAFE.search(answer):
             return 0.0

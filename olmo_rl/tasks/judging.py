@@ -1,6 +1,6 @@
 """Verifiers: which one judges a response, how long it may take, and what its failure means. No torch here.
 
-A verdict is a finite number, or NaN where a verifier says that it cannot judge. A verifier that raises, ends
+A verdict is a finite number, or NaN where a verifier cannot judge. A verifier that raises, ends
 its process, returns anything else or runs out of time did not judge: `task.on_verifier_failure` decides
 whether that ends the run naming the problem (`refuse`), leaves the sample untrained (`leave_out`), or counts
 as 0 (`zero`). Each failure is counted.

@@ -110,7 +110,7 @@ def _keep(reference: FrozenReference, *, config: Config, strategy: ExpertParalle
 
 
 def check_fingerprint(reference: FrozenReference | None, *, expected: str | None, config: Config) -> None:
-    """Refuse to go on against another reference than before. `expected`: what the checkpoint says, None where
+    """Raise Refusal where the reference changed. `expected`: that of the checkpoint, None where
     its run had no frozen reference.
     """
     if reference is None or expected is None or reference.fingerprint == expected:
@@ -123,7 +123,7 @@ def check_fingerprint(reference: FrozenReference | None, *, expected: str | None
 
 
 def check_recorded(samples: Sequence[Sample], *, frozen: bool) -> None:
-    """Refuse samples that would bring another reference than the others of the run have."""
+    """Raise Refusal for samples whose reference differs from that of the others of the run."""
     odd = [sample.id for sample in samples if (sample.ref_logprobs is None) is not frozen]
     if odd:
         has, others = ("ref_logprobs", "none") if frozen else ("no ref_logprobs", "them")

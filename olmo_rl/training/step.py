@@ -300,7 +300,7 @@ def _objective_loss(
 
 def _router_losses(output: DecoderOutput, *, step: Step, learner: Learner) -> tuple[Tensor, Tensor]:
     """The pack's share of the step's balancing loss and z-loss, unweighted; zeros for a dense model. Every
-    rank knows all samples of the step, so denominators are global without a collective.
+    rank has all samples of the step, so denominators are global without a collective.
     """
     if output.router is None:
         return torch.zeros(()), torch.zeros(())

@@ -128,7 +128,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         Settings of an optimizer, such as rates and decay, stay those of this run's configuration. Lightning's
         own function refuses a model that is not sharded, which one process is. A collective of all ranks.
         """
-        del weights_only  # a checkpoint of ours holds plain values beside its shards
+        del weights_only  # the checkpoint holds plain values beside its shards
         path = Path(self.broadcast(checkpoint_path))
         assert self.model is not None
         check_weights(cast(Any, self.lightning_module).decoder, str(path), key="ckpt_path")

@@ -1,4 +1,4 @@
-"""Rollouts of another program -> collections of ours, and a report of each file.
+"""Rollouts of another program -> collections, and a report of each file.
 
 `IMPORTERS` is the table of readers; any other function is named by its import path. Readers yield
 `ForeignSample`s; here every sample gets its id, group and reward, its values are converted by the table of a
