@@ -117,7 +117,6 @@ def test_plan_json_holds_the_hand_computed_plan_and_its_work(tmp_path: Path) -> 
         "packs_per_rank": 2,
     }
     assert planned(config_of(path, tmp_path / "run")) == {
-        "version": 1,
         "topology": {"world_size": 2, "ep_degree": 2},
         "budget": 12,
         "blocks": [
