@@ -35,7 +35,7 @@ CHUNKS_HELD = 3  # chunk x vocabulary float32 tensors that a step may hold, the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """How log-probs are computed, and for every position or for those of responses."""
+    """The computation of log-probs, for every position or for those of responses."""
 
     kind: LogprobKind
     scored: bool

@@ -41,7 +41,7 @@ BOUNDS = {"recorded": 3.0, "short": 12.0}  # real tokens/s, packed over unpacked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What all arms share. `scale` divides recorded lengths."""
+    """Settings shared by all arms. `scale` divides recorded lengths."""
 
     overrides: tuple[str, ...]
     budgets: tuple[int, ...]
@@ -262,7 +262,7 @@ def train_and_publish(config: Config) -> None:
 
 
 def report(results: dict[str, dict[str, float]], *, title: str) -> Table:
-    """One column an arm; the first column is what the ratios of throughput are over."""
+    """One column an arm; ratios of throughput are relative to the first column."""
     table = Table(title=title, title_justify="left")
     for heading in ("", *results):
         table.add_column(heading, justify="right" if heading else "left")
@@ -276,7 +276,7 @@ def report(results: dict[str, dict[str, float]], *, title: str) -> Table:
 
 
 def verdict(results: dict[str, dict[str, float]], *, bound: float) -> str:
-    """Whether packing is worth what it has to be."""
+    """Whether packing reaches the required gain."""
     ratio = results["packed"]["real tokens/s"] / results["unpacked"]["real tokens/s"]
     return f"{'met' if ratio >= bound else 'NOT MET'}: packed is {ratio:.2f}x unpacked, at least {bound:g}x"
 

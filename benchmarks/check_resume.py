@@ -114,7 +114,7 @@ class Check:
     saves: int = 0
 
     def run(self, rounds: int) -> int:
-        """How many of the rounds ended like the straight run."""
+        """The number of rounds that ended like the straight run."""
         lines = [json.dumps({"prompt": f"{'ab' * (i % 4)}{i}?", "answer": str(i)}) for i in range(200)]
         (self.place / "problems.jsonl").write_text("\n".join(lines) + "\n")
         self._straight()
@@ -327,7 +327,7 @@ def rows_of(run_dir: Path) -> dict[str, Any]:
 
 
 def different(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """What differs first; None where all is equal."""
+    """The first difference; None where all is equal."""
     if ours.keys() != theirs.keys():
         return f"other names: {sorted(ours.keys() ^ theirs.keys())[:3]}"
     names = [name for name in ours if ours[name] != theirs[name]]
@@ -349,7 +349,7 @@ def run_once() -> None:
 
 
 def watched(config: Config, *, moment: Moment | None, watch: str) -> None:
-    """What every rank runs: training, watched by a callback that reports to the driver and may end it."""
+    """The work of every rank: training, watched by a callback that reports to the driver and may end it."""
     from benchmarks.resume_watch import Watch
     from recipes.train import train
 

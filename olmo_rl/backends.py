@@ -183,7 +183,9 @@ def importable(module: str) -> bool:
 
 
 def missing(config: Config) -> list[str]:
-    """What THIS machine lacks to run an accepted configuration, one line each, with the command to get it."""
+    """Requirements of an accepted configuration that THIS machine lacks, one line each, with the command to
+    install them.
+    """
     lacking = []
     for key, row in backends_of(config).items():
         if row.module is not None and not importable(row.module):

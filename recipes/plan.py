@@ -118,7 +118,7 @@ def read_collections(config: Config) -> Iterator[Collection]:
 def plan_step_of(
     samples: list[Sample], *, collection: Collection, number: int, config: Config
 ) -> tuple[ReportedStep, StepInput]:
-    """The plan of optimizer step `number` and what it costs, and what it was planned from."""
+    """The plan of optimizer step `number` with its cost, and the planner's input."""
     topology, budget = Topology(config.world_size, config.ep_degree), config.budget
     ids, source = [sample.id for sample in samples], collection.source
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
@@ -152,7 +152,7 @@ def plan_step_of(
 
 
 def remarks(config: Config, *, steps_per_collection: int) -> Iterator[str]:
-    """What a reader of the plan would otherwise assume."""
+    """Remarks on what the plan leaves out."""
     if config.generates:
         source = config.rollouts.source.value
         yield f"rollouts={source} has no samples yet: lengths and routes follow a synthetic law."

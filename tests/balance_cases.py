@@ -186,7 +186,7 @@ def interrupt_and_resume(config: Config) -> None:
 
 
 def forms(directory: Path) -> dict[str, tuple[Callable[[Config], None], Config]]:
-    """What is run on which configuration, by name."""
+    """The runs and their configurations, by name."""
     sections: dict[str, dict[str, Any]] = {name: {"balance": balance} for name, balance in BALANCES.items()}
     sections["anneal at hand-over"] = {"balance": replace(ANNEAL, overlap=False)}
     sections["anneal recomputed"] = sections["anneal"] | {"policy": PolicyConfig(recompute=Recompute.full)}

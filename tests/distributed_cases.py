@@ -82,7 +82,9 @@ def odd_responses(response: str, answer: str) -> float:
 
 @dataclass(eq=False)
 class Watch:
-    """What torch did since `clear`: forwards of decoders with and without gradients, gradients per update."""
+    """Operations of torch since `clear`: forwards of decoders with and without gradients, gradients per
+    update.
+    """
 
     forwards: list[bool] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -243,7 +245,7 @@ def compare_updates(rank: Rank) -> None:
 
 
 def follow_contracts(rank: Rank) -> None:
-    """What only several ranks can get wrong: counts, denominators, errors."""
+    """Contracts that only several ranks can break: counts, denominators, errors."""
     plain = LossConfig(normalize_advantages=False)
     ten = PackingConfig(kind=PackingKind.consecutive, max_tokens=10)
     always = ScoringConfig(mode=ScoringMode.always)
@@ -326,7 +328,7 @@ def converse(rank: Rank) -> None:
 
 @dataclass(eq=False)
 class Engines:
-    """What a publication tells the client of the engines."""
+    """A client of engines that records publications."""
 
     published: dict[int, str] = field(default_factory=dict)
     adopted: dict[int, str] = field(default_factory=dict)
@@ -350,8 +352,8 @@ class Engines:
 
 
 def publish(rank: Rank, *, name: str, block_norms: BlockNorms) -> None:
-    """What a publisher finds, as a copy on every rank and in what is written for engines, by policy version;
-    what the policy then holds.
+    """The weights that a publisher finds, as a copy on every rank and in what is written for engines, by
+    policy version; what the policy then holds.
     """
     config = rank.config(
         name,

@@ -239,7 +239,7 @@ def full(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Recorder(Callback):
-    """What each update used: full gradients as the optimizer sees them, sums over ranks, received rows."""
+    """Inputs of each update: full gradients as the optimizer sees them, sums over ranks, received rows."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
@@ -343,7 +343,7 @@ def run_rank(number: int, world: int, directory: str) -> None:
 
 
 def run_faulty_rank(number: int, world: int, directory: str) -> None:
-    """Those that distinguish the seeded faults."""
+    """Run the cases that distinguish the seeded faults."""
     run_cells(seeded_faults(), number=number, world=world, directory=directory)
 
 

@@ -42,7 +42,7 @@ BETWEEN_PACKS = {False: 1e-5, True: 1e-10}
 
 @dataclass
 class Verdict:
-    """How much a rule looked at, and what it found wrong."""
+    """The number of values that a rule checked, and its findings."""
 
     compared: int = 0
     faults: list[str] = field(default_factory=list)

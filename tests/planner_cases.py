@@ -39,7 +39,7 @@ class Case:
         )
 
     def problem(self, *, proposals: int | None = None, cap: int | None = None) -> SearchProblem:
-        """What a search is given of this batch."""
+        """The search problem of this batch."""
         plan = plan_step(self.lengths, budget=self.budget, topology=self.topology)
         work = measure(plan, lengths=self.lengths, loads=self.loads, topology=self.topology)
         return SearchProblem(

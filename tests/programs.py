@@ -84,7 +84,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _cores(directory: Path) -> str:
-    """Where a rank that died in native code left its core, as far as this system reports it."""
+    """The core of a rank that died in native code, as far as this system reports it."""
     found = ", ".join(str(path) for path in directory.glob("core*") if path.is_file())
     pattern = Path("/proc/sys/kernel/core_pattern")
     named = pattern.read_text().strip() if pattern.is_file() else "unknown"

@@ -45,8 +45,8 @@ def events(found: Found, name: str) -> list[Found]:
 
 
 def distances(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, float]:
-    """Of all tensors as one vector, relative to its norm, and max|a-b| / max|b| of the tensor where it is
-    largest.
+    """The distance of all tensors as one vector, relative to its norm, and max|a-b| / max|b| of the tensor
+    where it is largest.
     """
     assert a.keys() == b.keys()
     apart = sum(float((a[name] - b[name]).double().norm()) ** 2 for name in b)

@@ -516,7 +516,7 @@ def test_checkpoints_have_a_version_and_another_one_is_refused_by_name(tmp_path:
 
 
 class SignalDuringUpdate(Callback):
-    """What a scheduler does before it takes a node away."""
+    """Sends the signal of a scheduler that is about to take a node away."""
 
     def __init__(self, number: signal.Signals, *, batch: int) -> None:
         self._number, self._batch = number, batch

@@ -129,7 +129,7 @@ def test_boundaries_are_int32_strictly_increasing_and_end_at_the_last_row() -> N
 
 
 def expected_fields(sample: Sample) -> dict[str, list[object]]:
-    """What the fields of one document must hold, defined a second time, without the table."""
+    """The expected fields of one document, defined a second time, without the table."""
     length, value = len(sample), 0.0 if sample.advantage is None else sample.advantage
     active = [bool(m) and (sample.loss_mask is None or bool(sample.loss_mask[t])) and t > 0
               for t, m in enumerate(sample.response_mask)]  # fmt: skip

@@ -17,7 +17,7 @@ INITIAL = {False: "5a3eebb3f3fead6e63e46275a6464d7e", True: "1b578b0947eea02ee64
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What every rank found, by topology, tying and source."""
+    """Findings of every rank, by topology, tying and source."""
     directory = tmp_path_factory.mktemp("construction")
     ranks = [f"construction_cases:build*{world}" for world in DEGREES]
     run_program(directory, "construction_cases:write_sources", *ranks)

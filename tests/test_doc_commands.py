@@ -70,7 +70,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def step_numbers(found: Sequence[Block]) -> dict[str, int]:
-    """How many updates stand for each `trainer.max_steps` of a page."""
+    """The number of updates in place of each `trainer.max_steps` of a page."""
     text = "\n".join(block.text for block in found)
     given = sorted({int(number) for number in re.findall(r"trainer\.max_steps=(\d+)", text)})
     return {str(number): index for index, number in enumerate(given, start=1)}
@@ -105,7 +105,7 @@ def check(words: list[str], *, mark: str | None, steps: dict[str, int], session:
 
 
 def invalid(arguments: Sequence[str]) -> list[str]:
-    """What is wrong with the configuration, the disk aside."""
+    """Reasons against the configuration, those of the disk aside."""
     given = [argument for argument in arguments if not argument.startswith("-")]
     values = [re.sub(r"=([\w.-]+),[\w.,-]+$", r"=\1", argument) for argument in given]
     launcher = [argument for argument in values if argument.startswith("hydra/")]

@@ -84,7 +84,9 @@ def site(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two updates of `TRAINED` from files left, by commands; exported beside it, into trained/hf."""
+    """The checkpoint of two updates of `TRAINED` from files, by commands; exported beside it, into
+    trained/hf.
+    """
     place = tmp_path_factory.mktemp("trained")
     collections = [training_cases.samples_of(seed=i, prefix=f"f{i}-") for i in range(2)]
     training_cases.write_files(place, collections)

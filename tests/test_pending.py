@@ -37,7 +37,7 @@ LOCAL: dict[str, Any] = {
 
 
 def pending_of(run_dir: Path) -> dict[str, Any]:
-    """What the newest checkpoint holds of a collection, as torch reads it without trust."""
+    """The pending state of a collection in the newest checkpoint, as torch reads it without trust."""
     meta = torch.load(complete_checkpoints(run_dir)[-1] / "meta.pt", weights_only=True)
     return meta["RolloutDataModule"]["pending"]
 

@@ -20,7 +20,7 @@ from recipes import score
 
 
 def logprobs_alone(sample: Sample) -> list[float | None]:
-    """Of one sample in a forward of its own, by the initial weights."""
+    """Log-probs of one sample in a forward of its own, by the initial weights."""
     decoder = HybridDecoder(MODEL, attention="reference")
     decoder.init_weights(0)
     pack = collate([sample], layout=LAYOUT, topology=Topology(1))

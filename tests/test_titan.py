@@ -339,7 +339,7 @@ def four_ranks(rank: int, world: int, directory: str) -> None:
 
 
 def run(worker: str, world: int, directory: Path) -> list[dict[str, Any]]:
-    """What each of `world` ranks found that ran a worker of this file."""
+    """The results of `world` ranks that ran a worker of this file."""
     run_program(directory, f"test_titan:{worker}*{world}")
     return [torch.load(directory / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
 

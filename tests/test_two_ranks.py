@@ -20,7 +20,7 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
-    """What every rank of one process and of two saw."""
+    """Observations of every rank, of one process and of two."""
     directory = tmp_path_factory.mktemp("worlds")
     run_program(directory, *two_rank_cases.STEPS)
     return {

@@ -57,7 +57,7 @@ def cached(cache: Path) -> list[Path]:
 
 
 def warmed(config: Config) -> str | None:
-    """Where the warm start of this configuration lies, made if need be."""
+    """The path of this configuration's warm start, which is made if it is missing."""
     found: list[str | None] = []
     run_ranks(lambda config: found.append(warm_start(config).init_from), config)
     return found[0]

@@ -150,7 +150,7 @@ def write_files(run_dir: Path, collections: Sequence[Sequence[Sample]]) -> None:
 
 @dataclass(eq=False)
 class Recorder(Callback):
-    """What each update used and did, through Lightning's hooks: its gradients, the weights before it, its
+    """Inputs and results of each update, through Lightning's hooks: its gradients, the weights before it, its
     batch. `double` turns the policy to float64 before the first update.
     """
 

@@ -85,7 +85,7 @@ def draw_collection(
 
 
 def samples_per_collection(config: Config, *, generates: bool) -> int:
-    """Samples that fill a collection; 1 for file sources, whose collections are what they are."""
+    """Samples that fill a collection; 1 for file sources, whose collections have any size."""
     size = config.batch.samples_per_step
     if not generates:
         return 1
@@ -114,7 +114,7 @@ def cut(
     drawn: Drawn, *, config: Config, generates: bool, version: int, world_size: int
 ) -> list[list[Sample]]:
     """The samples of every optimizer step, judged by the policy versions from `version` on. A generating
-    source that stayed short trains what it has in one step. Adds what is left out to `drawn.facts`.
+    source that stayed short trains all its samples in one step. Adds the samples left out to `drawn.facts`.
     """
     size = config.batch.samples_per_step
     samples = drawn.samples

@@ -145,7 +145,7 @@ class RolloutDataModule(LightningDataModule):
         )
 
     def _reopened(self, pending: Pending) -> OpenCollection:
-        """What a checkpoint left of a collection: from the checkpoint itself, or from its file."""
+        """The rest of a collection after a checkpoint: from the checkpoint itself, or from its file."""
         drawn = self._drawn_again(pending)
         blocks, left_out = pending.blocks(drawn.samples, world_size=self.strategy.world_size)
         drawn.facts = dict(pending.facts)

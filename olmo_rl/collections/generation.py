@@ -43,7 +43,7 @@ def build_local(config: Config) -> RolloutParts:
 
 
 def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutParts:
-    """What generates: the engine of this process, or a client of serving engines."""
+    """The generator: the engine of this process, or a client of serving engines."""
     if config.rollouts.source is Source.local:
         return build_local(config)
     remote = build_remote(config, device=local_device(config))

@@ -41,7 +41,7 @@ class LoadCounter:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loads")
 
     def collection(self, layout: ExpertLayout | None) -> LoadCounts:
-        """Where the samples of one collection arrive; without a layout there is nothing to count."""
+        """The counter of one collection's samples; without a layout there is nothing to count."""
         return LoadCounts(self, layout=layout)
 
     def submit(self, samples: Sequence[Sample], *, layout: ExpertLayout) -> Future[_Chunk]:

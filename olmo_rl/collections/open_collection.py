@@ -83,8 +83,8 @@ class OpenCollection:
                 self._steps[index] = replace(step, anchors=score(step))
 
     def pending(self, *, finished: Step | None, generates: bool) -> Pending | None:
-        """What is left to train, as a checkpoint holds it; None where nothing is. `finished`: the last step
-        whose update ended. A collective of all ranks: anchors lie on the ranks that scored them.
+        """The steps left to train, as a checkpoint holds them; None where none is left. `finished`: the last
+        step whose update ended. A collective of all ranks: anchors lie on the ranks that scored them.
         """
         unfinished = self._given > 0 and self._steps[self._given - 1] is not finished
         done = self._given - unfinished

@@ -26,7 +26,7 @@ from olmo_rl.types import PackPlan, Refusal, Sample, SearchLog
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Pending:
-    """What is left of a collection of `steps_in_collection` steps, `trained_steps` of which are updates.
+    """The rest of a collection of `steps_in_collection` steps, `trained_steps` of which are updates.
 
     `ids` of every step still to come; `samples` in that order, None where a file holds them; `plans` by step;
     `anchors` by sample id, [scored tokens], empty unless every step to come has them; `facts` that no row

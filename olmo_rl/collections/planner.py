@@ -52,8 +52,8 @@ class PlanRecord:
 
 
 def plan_settings(config: Config) -> dict[str, Any]:
-    """What a plan depends on beside its samples, as plain values. Limits of a search are left out: a plan
-    stays what it is under others.
+    """Settings that a plan depends on, as plain values. Limits of a search are left out: they do not
+    change a finished plan.
     """
     balance = config.balance
     return {
@@ -114,7 +114,7 @@ class StepPlanner:
         return self._config.balance.kind is not BalanceKind.none
 
     def count(self, layout: ExpertLayout | None) -> LoadCounts:
-        """Where the samples of one collection arrive to be counted."""
+        """The counter of one collection's samples."""
         return self._counter.collection(layout)
 
     def begin(
@@ -268,7 +268,7 @@ def _lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
 
 
 def _load_kernels(config: Config, *, searches: bool) -> None:
-    """From the cache on disk: `run_ranks` compiled them before ranks could wait for each other."""
+    """Load kernels from the cache on disk; `run_ranks` compiled them before ranks could wait for each other."""
     layout = config.model.expert_layout if config.replay else None
     topology = Topology(config.world_size, config.ep_degree)
     compile_kernels(config.balance, layout=layout, topology=topology, searches=searches)

@@ -1,4 +1,4 @@
-"""Refusals that one rank meets and all ranks raise, so that they save and end together."""
+"""Refusals of one rank, raised by all ranks so that they save and end together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REPORTED = 20  # refusals of one draw
 
 
 def outcome(job: Callable[[], T]) -> T | Refusal:
-    """What `job` returns, or its refusal as a value: other ranks wait for this one's part."""
+    """The result of `job`, or its refusal as a value: other ranks wait for this one's part."""
     try:
         return job()
     except Refusal as refusal:

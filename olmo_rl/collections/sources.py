@@ -1,4 +1,4 @@
-"""Where collections come from: an engine of this process, serving engines, or files. Owns generation shared
+"""Sources of collections: an engine of this process, serving engines, or files. Owns generation shared
 over ranks.
 
 A source draws one round at a time; filters and the cut into optimizer batches are the DataModule's. Every
@@ -201,7 +201,7 @@ def sampling_of(rollouts: RolloutsConfig) -> Sampling:
 
 
 def response_text(generation: Generation, *, tokenizer: Tokenizer) -> str:
-    """What the policy wrote, without the token that ends it."""
+    """The text that the policy generated, without its end token."""
     ids = [int(token) for token in generation.tokens[len(generation.tokens) - len(generation.logprobs) :]]
     if ids and ids[-1] == tokenizer.eos_id:
         ids.pop()

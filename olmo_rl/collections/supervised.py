@@ -32,7 +32,7 @@ from olmo_rl.types import Refusal, Sample
 
 
 class SupervisedSource(Protocol):
-    """Where documents come from. Every rank draws alike; state travels with checkpoints."""
+    """A source of documents. Every rank draws alike; state travels with checkpoints."""
 
     def draw(self, count: int) -> list[Sample]:
         """The next `count` documents, the same on all ranks; fewer only where the data end."""
@@ -48,7 +48,7 @@ class SupervisedSource(Protocol):
 
 
 class SupervisedDataModule(LightningDataModule):
-    """Steps of `samples_per_step` documents until the source ends; there, what does not fill a step is left
+    """Steps of `samples_per_step` documents until the source ends; the incomplete last step is left
     out and said. State: steps drawn, and the source's.
     """
 

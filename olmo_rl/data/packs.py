@@ -21,7 +21,7 @@ from olmo_rl.types import PackPlan, Sample
 
 
 class PadRule(Enum):
-    """What a pad row holds: `repeat` what the row that it repeats holds; `token` the same, but the pad id
+    """The values of a pad row: `repeat` those of the row that it repeats; `token` the same, but the pad id
     where nothing may be repeated; or a constant.
     """
 
@@ -77,7 +77,7 @@ TOKEN_FIELDS: tuple[TokenField, ...] = (
 
 
 class RouteMode(Enum):
-    """Where a router takes its expert ids from: its own top-k, the pack's recorded routes, or top-k that it
+    """The origin of a router's expert ids: its own top-k, the pack's recorded routes, or top-k that it
     records.
     """
 
@@ -88,9 +88,9 @@ class RouteMode(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class RouteTrace:
-    """What routers report about one forward, keyed by global layer id. Written by assignment, so a recomputed
-    block overwrites its entry with the same value. `ids` [T, K] int64 (mode record), `overlap` scalar: sum
-    over recorded rows of the share of ids that live top-k would also have chosen; `counts` int64
+    """Reports of the routers about one forward, keyed by global layer id. Written by assignment, so a
+    recomputed block overwrites its entry with the same value. `ids` [T, K] int64 (mode record), `overlap`
+    scalar: sum over recorded rows of the share of ids that live top-k would also have chosen; `counts` int64
     [num_experts]: assignments seen by the dispatcher, this rank's tokens only, pads included.
     """
 
@@ -101,7 +101,7 @@ class RouteTrace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackContext:
-    """What a forward needs beside tokens. It is an ARGUMENT of the forward, so recomputation sees the same
+    """Inputs of a forward beside tokens. It is an ARGUMENT of the forward, so recomputation sees the same
     object.
 
     `positions` int64 [T] restart per document; `cu_seqlens` int32 [D+1] on the device, strictly increasing

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept between runs: numba's cache on disk, with two faults of it mended.
+"""Compiled kernels kept between runs: numba's cache on disk, with two of its faults corrected.
 
 Numba takes a file for fresh by the time and size of the kernel's own source, though a kernel holds a copy of
 every kernel that it calls. And two processes that compile one kernel for different types at the same moment
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 
 def digest(package: Path) -> str:
-    """Of the code in a package, whenever it was written."""
+    """A hash of the code in a package and below; times of files do not enter."""
     value = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         value.update(path.read_bytes())

@@ -40,7 +40,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What no plan can go below. Samples count as divisible: an optimum is certified only where a bound is
+    """Lower bounds of every plan. Samples count as divisible: an optimum is certified only where a bound is
     met.
     """
 

@@ -47,8 +47,8 @@ def pad_documents(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PadWork:
-    """What pads add to every cell of one plan, int64: `rows` [W, C] tokens, `pairs` [W, C] squared lengths of
-    pad documents, `loads` [W, C, E, L] assignments (None where routes are not known).
+    """Work that padding adds to every cell of one plan, int64: `rows` [W, C] tokens, `pairs` [W, C] squared
+    lengths of pad documents, `loads` [W, C, E, L] assignments (None where routes are not known).
     """
 
     rows: NDArray[np.int64]
@@ -93,7 +93,7 @@ class Pads:
         )
 
     def work(self, plan: PackPlan) -> PadWork:
-        """What the pads of `plan` add, counted from scratch."""
+        """The work of the padding of `plan`, counted from scratch."""
         shape = (plan.world_size, plan.packs_per_rank)
         rows, pairs = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         loads = None if self.loads is None else np.zeros((*shape, *self.loads.shape[1:]), dtype=np.int64)

@@ -97,7 +97,7 @@ class ExpertTotals:
         self._layout, self._counts = layout, counts if self._counts is None else self._counts + counts
 
     def placement(self) -> tuple[Placement, tuple[int, ...]]:
-        """What longest-first makes of them, and the global layer ids."""
+        """Their longest-first placement, and the global layer ids."""
         assert self._counts is not None, "nothing was added"
         assert self._layout is not None, "nothing was added"
         return longest_first(self._counts, topology=self._topology), self._layout.routed_layers

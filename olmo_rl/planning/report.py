@@ -44,7 +44,7 @@ class ReportedStep:
 
 
 def report_step(schedule: Schedule, *, given: StepInput, number: int, packed: bool) -> ReportedStep:
-    """What a report shows of the `schedule` of `given`; without packing every sample is a pack."""
+    """The report of the `schedule` of `given`; without packing every sample is a pack."""
     world, tokens, plan = given.topology.world_size, int(given.lengths.sum()), schedule.plan
     if not packed:
         bounds = replace(schedule.bounds, packs_per_rank=len(given.ids) // world)
@@ -104,7 +104,7 @@ def write_plan(
 
 
 def scoring_remark(config: Config, *, steps_in_collection: int) -> str:
-    """What training will do about a scoring pass of its own."""
+    """The line that announces whether training runs a scoring pass."""
     if config.scores_separately(steps_in_collection=steps_in_collection):
         why = (
             "scoring.mode=always"

@@ -114,7 +114,7 @@ def expert_counts(drawn: Drawn, *, layout: ExpertLayout, seed: int) -> Iterator[
 
 
 def _clipped_softmax(logits: NDArray[np.float64], *, ceiling: float) -> NDArray[np.float64]:
-    """Softmax over the last axis with no entry above `ceiling`; what is cut off goes to the others in
+    """Softmax over the last axis with no entry above `ceiling`; the excess goes to the others in
     proportion.
     """
     p = np.exp(logits - logits.max(axis=-1, keepdims=True))

@@ -56,7 +56,7 @@ class Graph:
 
 
 class GraphLog:
-    """What torch.compile compiled in this process after this object was made, from torch's own records."""
+    """Graphs that torch.compile compiled in this process after this object was made, from torch's records."""
 
     def __init__(self) -> None:
         torch._dynamo.utils.set_compilation_metrics_limit(_REMEMBERED)

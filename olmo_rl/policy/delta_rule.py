@@ -100,7 +100,7 @@ def _to_tokens(x: Tensor, table: ChunkTable) -> Tensor:
 
 
 class _Level(NamedTuple):
-    """What one halving of the chunk needs again in the backward pass: the right halves' rows and the left
+    """Values of one halving of the chunk that the backward pass uses: the right halves' rows and the left
     halves' columns before they were extended, and the decay of the left and right half.
     """
 

@@ -215,7 +215,9 @@ class LocalEngine:
             raise Refusal(reasons)
 
     def batch_size(self, requests: Sequence[Request], *, max_new_tokens: int) -> int:
-        """How many sequences of the requests' greatest length fit into `max_state_bytes`, at least one."""
+        """The number of sequences of the requests' greatest length that fit into `max_state_bytes`, at least
+        one.
+        """
         longest = max((len(request.tokens) for request in requests), default=1) + max_new_tokens
         state = self._model.init_state(1, length=longest, device=torch.device("meta"), dtype=self._dtype)
         row = sum(x.numel() * x.element_size() for layer in state for x in layer.values())

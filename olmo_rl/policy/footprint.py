@@ -92,7 +92,7 @@ def activations(config: Config) -> tuple[int, str]:
 
 
 def publishing(config: Config, *, shapes: Mapping[str, torch.Size]) -> Line:
-    """What rank 0 holds while it hands weights to serving engines."""
+    """Memory of rank 0 while it sends weights to serving engines."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     limit, part = int(config.export.shard_gib * 2**30), "one file"
     if config.rollouts.publication is PublicationKind.collective:
@@ -105,7 +105,7 @@ def publishing(config: Config, *, shapes: Mapping[str, torch.Size]) -> Line:
 
 
 def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Line]:
-    """What the largest rank holds in an update, and between updates where it generates."""
+    """Memory of the largest rank in an update, and between updates where it generates."""
     world, ep = config.world_size, config.ep_degree
     total = sum(math.prod(shape) for shape in shapes.values())
     held = parameters_of_rank(shapes, world_size=world, ep_degree=ep)

@@ -34,7 +34,7 @@ from olmo_rl.types import Refusal
 
 
 class DecoderOutput(NamedTuple):
-    """`router`: what router losses are made of, L layers in front, None for a dense model. Either `logits`
+    """`router`: statistics for the router losses, L layers in front, None for a dense model. Either `logits`
     [R, V], or, where log-probs were asked for, `logprobs` and `entropies` [R] and no logits.
     """
 
@@ -98,7 +98,7 @@ class Block(nn.Module):
 
     @region()
     def _enter(self, x: Tensor) -> Tensor:
-        """What the mixer reads."""
+        """The input of the mixer."""
         return x if self.mixer_norm is None else self.mixer_norm(x)
 
     def _leave(self, x: Tensor, y: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class HybridDecoder(nn.Module):
         return DecoderOutput(scored, router)
 
     def set_expert_dtype(self, dtype: torch.dtype | None) -> None:
-        """What routed experts compute in; None = the dtype of the rows that reach them."""
+        """Set the dtype in which routed experts compute; None = the dtype of the rows that reach them."""
         for block in self.blocks:
             if block.moe_enabled:
                 block.moe.routed_experts.inner_experts.compute_dtype = dtype

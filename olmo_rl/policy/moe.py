@@ -34,7 +34,7 @@ from olmo_rl.types import Refusal
 
 
 class RouterStatistics(NamedTuple):
-    """What router losses are made of, by document and over the rows that take part, so that every form of
+    """Statistics for the router losses, by document and over the rows that take part, so that every form of
     them is arithmetic after the forward. One layer: `rows` int64 [D], how many; `dispatched` and `current`
     int64 [D, E], assignments of the ids that were used and of live top-k; `scores` [D, E], sums of scores
     normalised by token, and `z` [D], sums of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5, before its
@@ -126,8 +126,8 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x: Tensor, context: PackContext, *, recompute: bool = False
     ) -> tuple[Tensor, RouterStatistics]:
-        """`x` [T, C] -> output [T, C] and what router losses are made of. Writes `context.trace` where there
-        is one.
+        """`x` [T, C] -> output [T, C] and the statistics for router losses. Writes `context.trace` where
+        there is one.
 
         `recompute`: the experts run again in the backward instead of keeping their activations.
         """
@@ -155,7 +155,7 @@ class MixtureOfExperts(nn.Module):
 
     @region()
     def _up(self, y: Tensor) -> Tensor:
-        """What the experts gave, [T, width] -> [T, C]."""
+        """The output of the experts, [T, width] -> [T, C]."""
         if self.latent_norm is not None:
             y = self.latent_norm(y)
         return y if self.latent_up is None else self.latent_up(y)

@@ -57,7 +57,7 @@ def equal_answers(response: str, answer: str) -> bool:
 
 
 def reference_fault(answer: str) -> str | None:
-    """What keeps a reference from being read; None where nothing does."""
+    """Why a reference cannot be read; None where it can."""
     bare = _bare(answer)
     if not bare:
         return "it is empty"

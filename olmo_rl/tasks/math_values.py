@@ -116,7 +116,7 @@ def _known_unit(name: str) -> Any:
 
 
 def _conversion(unit: str, theirs: str) -> Any:
-    """How many `unit` one `theirs` is; None where they measure different things or are unknown."""
+    """The number of `unit` in one `theirs`; None where they measure different things or are unknown."""
     from sympy import simplify
 
     ours, other = _known_unit(unit), _known_unit(theirs)
@@ -141,7 +141,9 @@ def equal_formulas(gold: str, given: str) -> bool:
 
 
 def _parsed(formula: str) -> Any:
-    """What math-verify reads: an expression, a relation, a set or a matrix; None where it reads nothing."""
+    """The value that math-verify reads: an expression, a relation, a set or a matrix; None where it reads
+    nothing.
+    """
     from math_verify import LatexExtractionConfig, parse
 
     if len(formula) > LONGEST or _HUGE.search(formula):

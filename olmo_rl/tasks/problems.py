@@ -49,7 +49,7 @@ class Problem:
 
 
 class Task(Protocol):
-    """Where prompts come from and what responses are worth. Equal arguments give equal problems. `counts`: by
+    """Prompts, and rewards of responses. Equal arguments give equal problems. `counts`: by
     name, judgements that went wrong since the start.
     """
 
@@ -58,7 +58,7 @@ class Task(Protocol):
 
     @property
     def size(self) -> int | None:
-        """How many training problems there are; None where they are made on demand."""
+        """The number of training problems; None where they are made on demand."""
         ...
 
     def problems(self, count: int, *, seed: int) -> list[Problem]:

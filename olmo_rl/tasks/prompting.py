@@ -91,7 +91,7 @@ class FittingTask:
         return kept
 
     def _fitting(self, found: list[Problem], left_out: set[str]) -> list[Problem]:
-        """Those that fit; the prompts of the others go to `left_out`."""
+        """The problems that fit; the prompts of the others go to `left_out`."""
         left_out |= {problem.prompt for problem in found if not self._fits(problem)}
         return [problem for problem in found if problem.prompt not in left_out]
 

@@ -72,7 +72,7 @@ def build_reference(
 
 
 def _source(config: Config) -> str | None:
-    """Where the reference weights lie; None: they are the initial ones of this seed."""
+    """The path of the reference weights; None: they are the initial ones of this seed."""
     if config.loss.reference is not None:
         return config.loss.reference
     checkpoint = resolve_checkpoint(config)

@@ -166,8 +166,8 @@ def add_up(measures: Sequence[PackMeasures], *, step: Step, strategy: ExpertPara
 
 
 def expert_entropy(assignments: list[float]) -> float:
-    """How evenly one layer's assignments fall on its experts: their entropy over that of an even spread, from
-    0 (one expert takes all) to 1; 0 where there is nothing to spread.
+    """The evenness of one layer's assignments over its experts: their entropy over that of an even spread,
+    from 0 (one expert takes all) to 1; 0 where there is nothing to spread.
     """
     total = sum(assignments)
     if total == 0 or len(assignments) < 2:

@@ -184,7 +184,7 @@ class PolicyModule(LightningModule):
 
     @property
     def learner(self) -> Learner:
-        """What this run's steps use."""
+        """The parts that this run's steps use."""
         return Learner(
             config=self.config,
             objective=self.objective,

@@ -40,7 +40,7 @@ ADAMW_RMS = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """How one parameter is updated. Equal roles form one group."""
+    """The update rule of one parameter. Equal roles form one group."""
 
     experts: bool  # on the expert-parallel mesh: a fused update cannot mix shards of two meshes
     decayed: bool

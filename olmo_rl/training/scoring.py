@@ -22,7 +22,7 @@ from olmo_rl.training.strategy import ExpertParallelStrategy
 
 
 class Decision(Enum):
-    """What one optimizer update does about scoring; every optimizer record carries it."""
+    """The scoring of one optimizer update; every optimizer record carries it."""
 
     checked = "checked"
     skipped = "skipped"

@@ -1,10 +1,10 @@
 """One optimizer step, top to bottom: `run_step` moves each pack, runs the decoder with replayed routes, forms
-the loss, runs backward, clips, decides with all ranks whether to step, and steps; `publish` hands the weights
-to whoever generates.
+the loss, runs backward, clips, decides with all ranks whether to step, and steps; `publish` sends the weights
+to the engines.
 
 Losses are divided by global counts first, gradients are summed over ranks and synchronised on the last pack,
-and two all-reduces carry what the step did (measures.py). Nothing is stepped that is not finite. Shapes: S
-scored slots of a pack.
+and two all-reduces sum its measures (measures.py). A step with values that are not finite is not taken.
+Shapes: S scored slots of a pack.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from olmo_rl.training.transfer import moved
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """What an update optimises. `anchored`: needs policy anchors and so takes part in scoring; `replays`: has
-    routes.
+    """The objective of an update. `anchored`: needs policy anchors and so takes part in scoring; `replays`:
+    has routes.
     """
 
     name: str
@@ -48,8 +48,8 @@ SUPERVISED = Objective(name="supervised", anchored=False, replays=False)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Learner:
-    """What every step of a run uses. `backward` runs backward on a pack's loss, `apply` steps the optimizer
-    and its schedule, `on_pack` sees how many packs of how many are done.
+    """The parts that every step of a run uses. `backward` runs backward on a pack's loss, `apply` steps the
+    optimizer and its schedule, `on_pack` sees how many packs of how many are done.
     """
 
     config: Config
@@ -75,9 +75,9 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepResult:
-    """What one step did, over all ranks. `stepped`: the optimizer stepped, which it does not where loss or
-    gradient are not finite; `reference`: frozen or recorded, None where the loss has no reference; `seconds`
-    of the step, `phases` of its parts.
+    """The result of one step, over all ranks. `stepped`: the optimizer stepped, which it does not where loss
+    or gradient are not finite; `reference`: frozen or recorded, None where the loss has no reference;
+    `seconds` of the step, `phases` of its parts.
     """
 
     step: Step
@@ -158,7 +158,7 @@ def score_step(step: Step, *, learner: Learner) -> tuple[Tensor, ...]:
 
 
 def _score(step: Step, *, learner: Learner) -> tuple[Decision, Sequence[Tensor] | None]:
-    """What this update does about scoring, and the log-probs of each pack that a pass of its own found:
+    """The scoring of this update, and the log-probs of each pack that a pass of its own found:
     the step's anchors, or those of a check that the training forward is compared with.
     """
     if not learner.objective.anchored:

@@ -176,13 +176,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         return values
 
     def from_rank_zero(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, on every rank: for choices that another process might make
+        """The result of `make` on rank 0, on every rank: for choices that another process might make
         otherwise.
         """
         return self.broadcast(make() if self.global_rank == 0 else cast(T, None))
 
     def gather_objects(self, value: object) -> list[Any]:
-        """What every rank passed, in rank order."""
+        """The objects of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world_size
@@ -218,7 +218,7 @@ def _load(state: dict[str, Any], path: Path) -> None:
 
 
 def cluster_environment() -> ClusterEnvironment:
-    """What Lightning asks who this process is.
+    """The environment from which Lightning learns the rank of this process.
 
     Every rank under `run_ranks` carries torchrun's variables, also one that srun started: Lightning's own
     SLURM class would save and requeue inside a signal handler.

@@ -42,7 +42,7 @@ def _send(pack: Pack, *, device: torch.device, stream: torch.cuda.Stream) -> Pac
 
 
 def _receive(pack: Pack, *, stream: torch.cuda.Stream) -> None:
-    """From here on the current stream may use the pack, and its memory is not reused before that is done."""
+    """Let the current stream use the pack; its memory is not reused before the stream is done with it."""
     computing = torch.cuda.current_stream()
     computing.wait_stream(stream)
     pack.map(lambda tensor: _used(tensor, by=computing))

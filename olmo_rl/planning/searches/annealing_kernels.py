@@ -255,7 +255,7 @@ def busiest(cell: I64, term: int, c: int, now: int, a: int, value_a: int, b: int
 
 @inlined
 def works_after(swap: Swap, chain: Chain, cap: int) -> Works:
-    """What the swap makes of its two columns; `chain.proposed` holds the new peaks."""
+    """The works of the two columns after the swap; `chain.proposed` holds the new peaks."""
     cell, works, peak, proposed = chain.cell, chain.works, chain.peak, chain.proposed
     w1, c1, r1, w2, c2, r2 = swap.w1, swap.c1, swap.r1, swap.w2, swap.c2, swap.r2
     n1, n2 = cell[TOKEN, c1, w1] + swap.tokens, cell[TOKEN, c2, w2] - swap.tokens
@@ -290,7 +290,7 @@ def works_after(swap: Swap, chain: Chain, cap: int) -> Works:
 
 @inlined
 def changes(new: Works, swap: Swap, works: I64) -> tuple[int, int, int, int]:
-    """What the swap adds to expert, token and pair work and to the excess."""
+    """The change by the swap of expert, token and pair work and to the excess."""
     c1, c2 = swap.c1, swap.c2
     expert = new.first[EXPERT] - works[c1, EXPERT]
     token = new.first[TOKEN] - works[c1, TOKEN]

@@ -1,5 +1,5 @@
-"""Where a search begins: ranks balanced by length, packs filled within the budget, and the best of these
-plans.
+"""The starts of a search: ranks balanced by length, packs filled within the budget, and the best of
+these plans.
 
 Owns length rows, Karmarkar-Karp ranks of equal counts, first-fit cells of a given number of columns, J in
 fixed point, and the definitions of "the best start" and "no worse". The starts ignore experts: long samples
