@@ -220,7 +220,7 @@ def _seconds(row: dict[str, float], *, phase: str) -> float:
 
 
 def utilisation(rows: Sequence[dict[str, float]], *, config: Config, setting: Setting) -> dict[str, float]:
-    """Percent of the peak that the model's own operations on real tokens are, and what it is with pads."""
+    """FLOPs utilisation in percent of the peak: of real tokens, and with padding."""
     if setting.peak_tflops is None:
         return {}
     from olmo_rl.data.files import collection_paths, read_collection

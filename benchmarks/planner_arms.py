@@ -1,4 +1,4 @@
-"""Batches and arms of the planner's benchmark: what is planned, by whom, and how a plan is judged.
+"""Batches and arms of the planner's benchmark, and how a plan is judged.
 
 Batches come from the law of `planning.synthetic` or from a user's panel: an .npz with `lengths` [N] and
 `loads` [N, E, L] and, optionally, the numbers `world_size`, `ep_degree`, `budget`. A malformed panel is
@@ -149,7 +149,8 @@ def read_panel(path: str) -> Batch:
 
 
 def simulated_steps(plan: PackPlan, batch: Batch, base: Work) -> tuple[float, float, float]:
-    """The step if replicas meet at the gradient reduction, at every layer, or as the strict sum of maxima.
+    """The time of a step if replicas synchronise at the gradient reduction, at every layer, or as the strict
+    sum of maxima.
 
     Costs are SHARES of the order of arrival's expert, token and pair work; ranks of a replica meet at every
     layer.

@@ -124,7 +124,7 @@ LINEAR_BACKENDS: dict[str, Backend] = {
 
 
 def device_of(config: Config) -> str:
-    """The kind of device that the configuration asks for."""
+    """The kind of device of the configuration."""
     return "cuda" if config.trainer.accelerator == "gpu" else "cpu"
 
 

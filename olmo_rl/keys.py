@@ -121,7 +121,7 @@ def section(kind: type[Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key, dotted, with its description. `hint` is its type; `bounds` is None for what is no number."""
+    """One key, dotted, with its description. `hint` is its type; `bounds` is None unless it is a number."""
 
     name: str
     default: Any
@@ -143,7 +143,7 @@ class Key:
 
     @property
     def choices(self) -> tuple[Enum, ...]:
-        """The members it accepts, of a list those of an element; () for what is no choice."""
+        """The members it accepts, of a list those of an element; () unless it is a choice."""
         kinds = [kind for kind in (self.hint, *typing.get_args(self.hint)) if isinstance(kind, type)]
         return next((tuple(kind) for kind in kinds if issubclass(kind, Enum)), ())
 

@@ -48,7 +48,7 @@ def run(config: Config) -> None:
 
 
 def _table(report: ImportReport) -> Table:
-    """One file in two columns, without what is not there."""
+    """The report of one file in two columns, without absent entries."""
     table = Table(title=report.file, title_justify="left", show_header=False)
     for name, value in report.as_json().items():
         if name == "file" or value in ({}, [], 0, None):

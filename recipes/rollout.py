@@ -22,7 +22,7 @@ from olmo_rl.training.strategy import ExpertParallelStrategy
 
 
 def generate(config: Config) -> None:
-    """One rank, top to bottom: load weights, publish them to the engine, draw, write."""
+    """One rank, top to bottom: load weights, publish them to the engine, generate, write."""
     config = warm_start(upcycled(config))
     strategy = ExpertParallelStrategy(config)
     local = build_parts(config, strategy=strategy)

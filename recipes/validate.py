@@ -65,7 +65,7 @@ def run(config: Config) -> None:
 
 
 def count_parameters(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
-    """Parameters of the whole model, and those that one token meets."""
+    """Parameters of the whole model, and those used for one token."""
     model = config.model
     total = sum(math.prod(shape) for shape in shapes.values())
     expert = 3 * (model.latent_dim or model.dim) * model.expert_hidden

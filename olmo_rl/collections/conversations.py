@@ -2,7 +2,7 @@
 
 All ranks walk through the same rows; each parses and tokenizes its share of a draw and the shares are
 exchanged, so that a step takes the next rows in the order of the stream however many ranks there are. A row
-that is refused is refused by every rank alike. Owns the counts of conversations used, dropped and cut.
+that is invalid is refused by every rank. Owns the counts of conversations used, dropped and cut.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Conversations:
         self._fruitful_epoch = 0  # the last one that gave a document
 
     def draw(self, count: int) -> list[Sample]:
-        """The next `count` conversations that are kept. Every rank exchanges as often: all see all rows."""
+        """The next `count` conversations that are kept. Every rank makes the same exchanges, since all ranks
+        read all rows.
+        """
         kept: list[Sample] = []
         while len(kept) < count and (rows := self._stream.take(count - len(kept))):
             for row, document in zip(rows, self._rendered(rows), strict=True):
@@ -50,7 +52,9 @@ class Conversations:
         return kept
 
     def facts(self) -> dict[str, float]:
-        """The epoch of the last row (from 0), and what was used, dropped and cut since the run began."""
+        """The epoch of the last row (from 0), and the conversations used, dropped and truncated since the run
+        began.
+        """
         counts = {f"sft/{name}": float(count) for name, count in self._counts.items()}
         return counts | {"sft/epoch": float(self._stream.cursor.epoch)}
 

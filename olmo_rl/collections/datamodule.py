@@ -6,7 +6,7 @@ optimizer step.
 
 With `balance.overlap` every step of a collection is planned while earlier ones are scored or trained, and a
 recorded collection is read, counted and planned while the one before it trains (with `rollouts.max_lag` it is
-only read and counted: what is too old follows from updates that have not happened). A source that generates
+only read and counted: ages follow from updates that have not happened yet). A source that generates
 on policy cannot be ahead of the weights that it generates with.
 """
 
@@ -35,7 +35,7 @@ from olmo_rl.types import Refusal
 
 class RolloutDataModule(LightningDataModule):
     """Serves the steps of this rank. State: how many collections were opened (seeds and files follow from
-    it), and what is left of the present one.
+    it), and the rest of the present one.
     """
 
     def __init__(self, config: Config, *, source: RolloutSource) -> None:
@@ -199,7 +199,7 @@ class RolloutDataModule(LightningDataModule):
         self._ahead = self._reader.submit(read)
 
     def _count_skips(self, trains: list[bool], *, facts: Mapping[str, float]) -> None:
-        """Refuse to go on drawing for ever where nothing can train."""
+        """Raise Refusal after many collections in a row without anything to train on."""
         for training in trains:
             self._skips_in_a_row = 0 if training else self._skips_in_a_row + 1
         limit = self.config.batch.max_skips

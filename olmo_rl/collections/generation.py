@@ -1,4 +1,4 @@
-"""What generates collections: a task, its tokenizer, and an engine of this process or serving engines."""
+"""The parts that generate collections: a task, its tokenizer, and a built-in or a serving engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from olmo_rl.training.strategy import ExpertParallelStrategy, local_device
 
 @dataclass(kw_only=True, slots=True)
 class RolloutParts:
-    """The parts that generating and held-out evaluation share. `publish` hands a policy's weights and their
-    version to the engine, on all ranks alike; `close` lets go of it.
+    """The parts that generating and held-out evaluation share. `publish` sends a policy's weights and their
+    version to the engine, on all ranks; `close` releases it.
     """
 
     task: Task

@@ -4,7 +4,7 @@ Every rank counts every sample that it received, for itself: that is what makes 
 independent. A sample whose routes are refused is refused when its loads are asked for, so that one which a
 filter takes harms nobody. No collectives here.
 
-Shapes: N samples, E expert-parallel ranks, L looked-at routed layers.
+Shapes: N samples, E expert-parallel ranks, L counted routed layers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LoadCounter:
         )
 
     def close(self) -> None:
-        """Let go of counts that nobody will ask for."""
+        """Drop counts that are no longer needed."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
 

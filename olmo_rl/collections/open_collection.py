@@ -1,6 +1,6 @@
-"""A collection while it trains: its samples by optimizer step -> steps that are planned, collated and scored.
+"""A collection in training: its samples by optimizer step -> planned, collated and scored steps.
 
-Owns the order: every rank asks for the same steps in the same order, since making one communicates.
+Owns the order: every rank requests the same steps in the same order, since making one communicates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from olmo_rl.types import Sample
 
 
 class OpenCollection:
-    """The optimizer steps of one collection from here on, each made when it is first asked for, in order: the
+    """The optimizer steps of one collection from here on, each made when it is first requested, in order: the
     planner works ahead of whoever scores or trains.
 
     `blocks[i]` are the samples of the i-th step. Those of a collection that a checkpoint left (`pending`) are
@@ -107,7 +107,7 @@ class OpenCollection:
         return min(self._tasks, default=0)
 
     def _record(self, index: int) -> PlanRecord | None:
-        """The plan of a step to come where this rank has it; nobody waits for a search to save."""
+        """The plan of a step to come where this rank has it; saving does not wait for a search."""
         made = self._tasks[index].schedule if index in self._tasks else None
         return self._records[index] if made is None else PlanRecord.of(made, config=self._config)
 

@@ -178,7 +178,7 @@ class StepPlanner:
         )
 
     def close(self) -> None:
-        """Let go of plans that nobody will ask for."""
+        """Drop plans that are no longer needed."""
         self._worker.shutdown(wait=False, cancel_futures=True)
         self._counter.close()
 
@@ -268,7 +268,7 @@ def _lengths(samples: Sequence[Sample]) -> NDArray[np.int64]:
 
 
 def _load_kernels(config: Config, *, searches: bool) -> None:
-    """Load kernels from the cache on disk; `run_ranks` compiled them before ranks could wait for each other."""
+    """Load kernels from the cache on disk; `run_ranks` compiled them before ranks wait for each other."""
     layout = config.model.expert_layout if config.replay else None
     topology = Topology(config.world_size, config.ep_degree)
     compile_kernels(config.balance, layout=layout, topology=topology, searches=searches)

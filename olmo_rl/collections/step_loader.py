@@ -1,4 +1,4 @@
-"""How optimizer steps reach Lightning: one endless epoch of steps, each made when it is asked for."""
+"""Optimizer steps for Lightning: one endless epoch of steps, each made when it is requested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepSource(Protocol):
 
 
 class StepLoader:
-    """One endless Lightning epoch: asks for a collection when the previous one is used up."""
+    """One endless Lightning epoch: opens a collection when the previous one is used up."""
 
     def __init__(self, data: StepSource) -> None:
         self._data = data

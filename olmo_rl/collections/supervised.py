@@ -32,7 +32,7 @@ from olmo_rl.types import Refusal, Sample
 
 
 class SupervisedSource(Protocol):
-    """A source of documents. Every rank draws alike; state travels with checkpoints."""
+    """A source of documents. Every rank draws the same; checkpoints hold its state."""
 
     def draw(self, count: int) -> list[Sample]:
         """The next `count` documents, the same on all ranks; fewer only where the data end."""
@@ -49,7 +49,7 @@ class SupervisedSource(Protocol):
 
 class SupervisedDataModule(LightningDataModule):
     """Steps of `samples_per_step` documents until the source ends; the incomplete last step is left
-    out and said. State: steps drawn, and the source's.
+    out and reported. State: steps drawn, and the source's.
     """
 
     def __init__(self, config: Config, *, source: SupervisedSource, samples_per_step: int) -> None:
@@ -152,7 +152,7 @@ class TaskDemonstrations:
         self._draws = 0
 
     def draw(self, count: int) -> list[Sample]:
-        """Rank 0 chooses: another process might make problems otherwise."""
+        """Rank 0 chooses, because another process might make other problems."""
         seed = _step_seed(self._config.seed, self._draws)
         drawn = self._strategy.from_rank_zero(lambda: outcome(lambda: self._task.problems(count, seed=seed)))
         (problems,) = together([drawn])

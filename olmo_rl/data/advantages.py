@@ -64,7 +64,7 @@ def assign_advantages(samples: Sequence[Sample], *, normalize: bool) -> dict[str
 
 
 def filter_samples(samples: Sequence[Sample], *, config: BatchConfig) -> tuple[list[Sample], dict[str, int]]:
-    """The samples that go on to optimizer batches, in order, and how many each filter took.
+    """The samples that pass the filters, in order, and how many each filter removed.
 
     `filter_zero_variance` takes all samples of groups whose rewards are all equal, `filter_truncated`
     responses with `finish_reason` "length"; a sample that both would take counts as zero variance. What is

@@ -93,7 +93,9 @@ def user_prompt(text: str, *, tokenizer: Tokenizer, system: str | None) -> str:
 
 
 def supervised_sample(id: str, tokens: NDArray[np.int32], *, trained: NDArray[np.bool_]) -> Sample:
-    """A document without behaviour policy or reward; `trained` bool [T] is what cross-entropy looks at."""
+    """A document without behaviour policy or reward; `trained` bool [T] marks the tokens of the
+    cross-entropy.
+    """
     return Sample(
         id=id,
         group=id,

@@ -239,7 +239,7 @@ class ChatStream:
         self._epochs = epochs
         self.cursor = Cursor()
         self._buffer: list[ChatRow] | None = None  # None: still to be read, at the cursor
-        self._end = Place()  # of what is in the buffer
+        self._end = Place()  # of the buffered rows
         self._reader: Iterator[tuple[ChatRow, Place]] = iter(())
 
     def take(self, count: int) -> list[ChatRow]:

@@ -27,7 +27,7 @@ ROUTE_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """One row of a file before it is a sample: where it stands, its cells by name, or why it has none."""
+    """One row of a file before it is a sample: its place, its cells by name, or why it has none."""
 
     where: str
     cells: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Lines of JSON that people write by hand: an error of `json` becomes one Refusal with its place. No torch.
+"""Hand-written lines of JSON: an error of `json` becomes one Refusal with its place. No torch.
 
 Refuses invalid JSON, an object that has a name twice (parsers keep either value), nesting deeper than the
 parser goes, and text that cannot be encoded (half of a

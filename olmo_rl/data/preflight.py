@@ -212,7 +212,7 @@ def _look_into_rows(
     key: str,
     split: str,
 ) -> None:
-    """Render the first `count` rows (None = all), report what is refused, and note what they hold."""
+    """Render the first `count` rows (None = all), report invalid ones, and note their contents."""
     sft, longest = config.sft, config.model.max_seq_len
     stream = findings.collect(lambda: rows_in_order(open_chat(path, config=sft, key=key, split=split)))
     refused = rows = kept = tokens = scored = most = 0

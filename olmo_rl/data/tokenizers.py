@@ -94,7 +94,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _refuse_code(name: str) -> None:
-    """Refuse a tokenizer whose own code would have to run; transformers asks on a terminal otherwise."""
+    """Refuse a tokenizer that needs its own code; transformers would prompt on the terminal."""
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     named = get_tokenizer_config(name).get("auto_map")

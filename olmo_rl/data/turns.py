@@ -48,7 +48,7 @@ Turn = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRow:
-    """One row as it lies in its file. `where` names file and line, `id` the same in short; `raw` is the JSON
+    """One row as its file has it. `where` names file and line, `id` the same in short; `raw` is the JSON
     line, or the cells of a table. `ignore`: names without meaning here.
     """
 

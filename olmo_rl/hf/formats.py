@@ -63,7 +63,7 @@ def read_config(directory: str | Path, *, key: str = "init_from") -> tuple[HfFor
 
 
 def _common(fields: Fields) -> dict[str, Any]:
-    """Read the fields that the three architectures spell alike."""
+    """Read the fields that the three architectures name equally."""
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False, None)
     fields.require("attention_dropout", 0, None)

@@ -123,7 +123,7 @@ def is_single_file(model: ModelConfig) -> bool:
 
 
 def engine_pieces(model: ModelConfig) -> list[Piece]:
-    """Return the tensors of `model` by the names that engines use: those of Hugging Face, or ours where no
+    """Return the tensors of `model` by the names that engines use: those of Hugging Face, or our own where no
     architecture expresses the model.
     """
     shapes = parameter_shapes(model)

@@ -50,14 +50,16 @@ class CostModel:
         ]
 
     def seconds(self, work: Work) -> float:
-        """Predicted seconds of one update. Refuses what was not measured."""
+        """Predicted seconds of one update. Raises Refusal for steps outside the measured range."""
         if reasons := self.outside(work):
             raise Refusal(f"balance.cost_model does not extrapolate: {', '.join(reasons)}")
         values = quantities(work)
         return self.weights["update"] + sum(self.weights[name] * values[name] for name in QUANTITIES)
 
     def lines(self, steps: Sequence[tuple[int, Work, Work]]) -> Iterator[str]:
-        """Seconds of every (step, arrival, planned). Refuses where no step lies within what was measured."""
+        """Seconds of every (step, arrival, planned). Raises Refusal where no step is within the measured
+        range.
+        """
         lines, reasons = [], []
         for step, *works in steps:
             for name, work in zip(("arrival", "planned"), works, strict=True):

@@ -1,4 +1,4 @@
-"""Which documents the pads of a row repeat, and what they add to the work of a plan. No torch.
+"""The documents that the padding of a row repeats, and the work that it adds to a plan. No torch.
 
 Pads follow every real token. They repeat the pack's own documents from the first one on, whole documents in
 order and a beginning of the last, again and again until the row is full, so that experts receive what the

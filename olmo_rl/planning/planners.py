@@ -128,7 +128,9 @@ def _problem(step: StepInput) -> SearchProblem:
 
 
 def _verify(after: Work, *, found: SearchResult, problem: SearchProblem, kind: BalanceKind) -> None:
-    """The independent rescore against the guards. A failure is ours, except for a cap out of reach."""
+    """The independent rescore against the guards. A failure is an internal error, except for a cap out of
+    reach.
+    """
     cap, reached = problem.cap, after.max_destination_load
     if cap is not None and reached is not None and reached > cap:
         raise Refusal(

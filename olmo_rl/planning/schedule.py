@@ -2,7 +2,7 @@
 their comparison with the counts of the dispatcher. No torch.
 
 Owns the values of the `expert_schedule` and `expert_balance` events. Shapes: N samples, C columns, R
-replicas, E expert-parallel ranks, L looked-at routed layers.
+replicas, E expert-parallel ranks, L counted routed layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch.compile by region: which methods of a block are compiled, how their shapes may vary, what it cost.
+"""torch.compile by region: the compiled methods of a block, their varying shapes, and a log of graphs.
 
 A region is a method marked with `@region` that takes and returns tensors only. Document boundaries never
 enter one: what walks documents (attention kernels, delta rule, short convolution) and what needs sizes on the

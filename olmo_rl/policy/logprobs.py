@@ -195,7 +195,7 @@ class _Slices:
 
 
 def _find(targets: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
-    """bool [S]: targets that lie in the slice; int64 [S]: their columns, any column for the others."""
+    """bool [S]: targets in the slice; int64 [S]: their columns, any column for the others."""
     inside = (targets >= tokens.start) & (targets < tokens.stop)
     return inside, (targets - tokens.start).clamp(0, tokens.stop - tokens.start - 1)
 

@@ -60,7 +60,7 @@ class LossOutput:
 
     @property
     def suspects(self) -> tuple[str, ...]:
-        """Ids of samples with values that are not finite. Waits for the device: ask after the last pack."""
+        """Ids of samples with values that are not finite. Waits for the device: use after the last pack."""
         return tuple(self.ids[d] for d in self.broken.nonzero().flatten().tolist())
 
 

@@ -115,7 +115,7 @@ NOTHING_FITS = (
 
 
 def rendered_task(config: Config, *, tokenizer: Tokenizer) -> Task:
-    """The task of the run with all of its problems, prompts in the form that `task.chat` asks for."""
+    """The task of the run with all of its problems, prompts in the form of `task.chat`."""
     task = build_task(config.task, seed=config.seed)
     if not config.task.chat:
         return task

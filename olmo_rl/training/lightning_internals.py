@@ -12,7 +12,7 @@ from typing_extensions import override
 
 
 class _NoSignalHandlers(_SignalConnector):
-    """Lightning's handlers would talk to other ranks inside the handler; ours do not."""
+    """Lightning's handlers would communicate with other ranks inside the handler; these do not."""
 
     @override
     def register_signal_handlers(self) -> None:

@@ -48,7 +48,7 @@ class PackMeasures:
 
     @property
     def suspects(self) -> list[str]:
-        """Ids of samples with values that are not finite. Waits for the device: ask after the last pack."""
+        """Ids of samples with values that are not finite. Waits for the device: use after the last pack."""
         return [self.slots.ids[d] for d in self.broken.nonzero().flatten().tolist()]
 
 

@@ -144,7 +144,7 @@ class PolicyModule(LightningModule):
         self.on_predict(batch)
 
     def publish_weights(self) -> None:
-        """Hand the weights to whoever generates. A collective of all ranks."""
+        """Send the weights to the engines. A collective of all ranks."""
         publish(self.policy, version=self.trainer.global_step, to=self.publish)
 
     @override
@@ -216,7 +216,7 @@ class PolicyModule(LightningModule):
         cast(torch.optim.lr_scheduler.LRScheduler, self.lr_schedulers()).step()
 
     def _look_for_graphs(self) -> dict[str, float]:
-        """Keep what was compiled since the last update; the number of graphs so far as a metric."""
+        """Keep the graphs compiled since the last update; return the number of all graphs as a metric."""
         if self.strategy.graphs is None:
             return {}
         self.new_graphs = self.strategy.graphs.new()

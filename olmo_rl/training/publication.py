@@ -30,7 +30,7 @@ def build_remote(config: Config, *, device: torch.device) -> RemoteEngine:
     """This rank's client, on its device, of the engines that `rollouts.urls` names."""
     layout = config.model.expert_layout if config.replay else None
     axis = None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
-    # The other ranks wait for rank 0 while it calls, and their group gives up after its own limit.
+    # The other ranks wait for rank 0 while it calls, and their process group has a time limit of its own.
     patience = min(CONTROL_TIMEOUT_SECONDS, config.strategy.timeout_seconds / 2)
     return RemoteEngine(
         config.rollouts, axis=axis, vocab_size=config.model.vocab_size, device=device, patience=patience
@@ -54,7 +54,7 @@ class Publication:
 
     `rollouts.publication=directory` writes `published/step-<version>` of the run directory and has every
     engine read it: a Hugging Face directory, which any engine reads (`export.dtype` and `export.shard_gib`
-    shape it), or one safetensors file by our own names where no architecture says what the model is.
+    shape it), or one safetensors file in our own naming where no architecture can express the model.
     `collective` broadcasts the same tensors, in `export.dtype`.
     """
 
@@ -126,7 +126,7 @@ class Publication:
     def _told(
         self, path: str | Refusal | None, version: int
     ) -> tuple[str | None, dict[str, int | None]] | Refusal:
-        """On rank 0: what the other ranks adopt, after engines have read what was written."""
+        """On rank 0: the path and versions for the other ranks, after engines have read the file."""
         try:
             if isinstance(path, str):
                 self._remote.publish(path, version)

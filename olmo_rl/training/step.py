@@ -146,7 +146,7 @@ def run_step(step: Step, *, learner: Learner, update: int, skips_in_a_row: int) 
 
 
 def publish(decoder: HybridDecoder, *, version: int, to: Callable[[HybridDecoder, int], None] | None) -> None:
-    """Hand the weights of `version` to whoever generates, if anybody does. A collective of all ranks."""
+    """Send the weights of `version` to the engines, if there are any. A collective of all ranks."""
     if to is not None:
         to(decoder, version)
 
@@ -227,7 +227,7 @@ def run_pack(
     anchor_is_scored: bool,
     reference: Tensor | None,
 ) -> tuple[Tensor, PackMeasures]:
-    """Forward one pack: its share of the step's loss, with its graph, and what is measured, without.
+    """Forward one pack: its share of the step's loss, with its graph, and its measures, without.
 
     `scores` [S]: what a scoring pass found, where it ran; `reference` [S]: what a frozen reference found,
     where the samples do not carry it.

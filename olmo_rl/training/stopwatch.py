@@ -39,7 +39,7 @@ class Stopwatch:
         self._events.append((phase, first, last))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase. Waits for the device: ask once, after the update."""
+        """Seconds by phase. Waits for the device: call it once, after the update."""
         for phase, first, last in self._events:
             last.synchronize()
             self._seconds[phase] += first.elapsed_time(last) / 1000

@@ -18,7 +18,7 @@ from olmo_rl.training.stopwatch import Stopwatch
 
 
 def moved(packs: Sequence[Pack], *, device: torch.device, watch: Stopwatch | None = None) -> Iterator[Pack]:
-    """The packs in order, each on `device` by the time it is given. `watch` laps what was waited for."""
+    """The packs in order, each on `device` when it is yielded. `watch` measures the waits."""
     copying = torch.cuda.Stream(device) if device.type == "cuda" else None
     ahead: Pack | None = None
     for index, pack in enumerate(packs):

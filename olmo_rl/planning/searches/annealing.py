@@ -55,7 +55,7 @@ HEAT, COOLED = 0.2, 0.02
 # through plans above the guard while it is warm, which finds better ones; STRICT serves batches where the
 # chain would not return below the guard.
 RELAXED, STRICT = (0, 20), (20, 20)
-# Proposals between two looks at the clock: milliseconds.
+# Proposals between two readings of the clock: milliseconds.
 STEPS, UNCOMPILED_STEPS = 10_000, 64
 _LANES = 16
 
@@ -100,7 +100,7 @@ def temperatures(objective: int, *, samples: int) -> NDArray[np.int64]:
 
 
 def new_chain(plan: PackPlan, *, problem: SearchProblem, best: int) -> Chain:
-    """A chain that stands at `plan` and looks for an objective below `best`."""
+    """A chain at `plan` that searches for an objective below `best`."""
     lengths, topology = problem.lengths, problem.topology
     n, world, columns = len(lengths), topology.world_size, plan.packs_per_rank
     ep, layers = (1, 0) if problem.loads is None else problem.loads.shape[1:]
@@ -172,7 +172,7 @@ def anneal(
     """The best plan found that beats `start` in J, is no worse than `guard` and keeps the cap, or None.
 
     `goal` is J of the bounds: a plan that reaches it ends the search. `seconds` (inf for none) is a safety
-    net: the chain stops at the next look at the clock, and the log records it.
+    net: the chain stops at the next reading of the clock, and the log records it.
     """
     began = time.monotonic()
     limit = default_proposals(len(problem.lengths)) if problem.proposals is None else problem.proposals

@@ -97,7 +97,7 @@ class Swap(NamedTuple):
 
 
 class Works(NamedTuple):
-    """Expert, token and pair work of columns c1 and c2 after a swap, alike where c1 = c2, and the change of
+    """Expert, token and pair work of columns c1 and c2 after a swap, equal where c1 = c2, and the change of
     the excess.
     """
 
@@ -145,7 +145,7 @@ def partner(bits: np.uint64, place: int, window: int, by_length: I64) -> int:
 
 @inlined
 def propose(bits: np.uint64, more: np.uint64, chain: Chain, window: int) -> Swap:
-    """The swap that 128 random bits stand for. Nothing is proposed where both cells are the same one."""
+    """The swap encoded by 128 random bits; no proposal where both samples are in one cell."""
     sample, n, ep = chain.sample, len(chain.by_length), chain.load.shape[2]
     i, j = bounded(bits >> np.uint64(32), n), n
     w1, c1 = sample[i, RANK], sample[i, COLUMN]

@@ -214,7 +214,7 @@ def _agree(settings: dict[str, tuple[float, str]], record: ForeignSample, *, dec
 
 
 def _grouped(found: Iterable[ForeignSample], *, size: int | None) -> Iterator[ForeignSample]:
-    """Groups by position where the configuration asks for them: `size` consecutive records are one group."""
+    """Groups by position where the configuration requests them: `size` consecutive records are one group."""
     if not isinstance(found, Iterable):
         raise Refusal(f"imports.source: its function returns {type(found).__name__}, expected {_YIELDED}s")
     for position, record in enumerate(found):

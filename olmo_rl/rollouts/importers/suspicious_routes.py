@@ -13,13 +13,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-# A sequence repeats one row in all layers for a few tokens now and then ("aaaa"); a stuck buffer goes on.
+# A sequence repeats one row in all layers for a few tokens now and then ("aaaa"); a stuck buffer repeats it
+# without end.
 SUSPICIOUS_RUN = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capture:
-    """Rows (of one sample) by what is suspicious about them; a row may count more than once.
+    """Suspicious rows of one sample, by kind; a row may count more than once.
 
     `zero`: every id of every layer is 0; `repeated`: inside a run of at least 8 identical rows; `unfilled`: a
     negative id; `out_of_range`: an id that no logical expert has, as physical slots do; `duplicated`: an
