@@ -972,6 +972,11 @@ class ImportsConfig:
                 "where routes are not read",
                 "choose policy.replay=null",
             ),
+            Needs(
+                lambda c: c.recipe is not Recipe["import"] or c.imports.source != "olmo_rl",
+                "with imports.source=olmo_rl, whose files are checked whole",
+                "leave such samples out of the file",
+            ),
         ),
     )
     sampling: SamplingConfig = section(SamplingConfig)

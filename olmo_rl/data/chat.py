@@ -14,8 +14,9 @@ tokens of a conversation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,15 @@ from olmo_rl.types import Refusal, Sample
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Parts of a message that mean something to the policy: a template that does not read them loses them.
 _MEANT = ("tool_calls", "reasoning_content")
-# Arguments of `apply_chat_template` that rows may not set.
-_RESERVED = (
-    "conversation",
-    "tools",
-    "documents",
-    "chat_template",
-    "tokenize",
-    "add_generation_prompt",
-    "messages",
+# What the expressions of a template raise, beside errors of their own.
+_TEMPLATE_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
 )
 
 Document = tuple[NDArray[np.int32], NDArray[np.bool_]]
@@ -89,7 +90,10 @@ def user_prompt(text: str, *, tokenizer: Tokenizer, system: str | None) -> str:
     turns.append({"role": "user", "content": text})
     backend = tokenizer.backend
     _template_of(backend)
-    return str(_apply(lambda: backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)))
+    rendered = _apply(lambda: backend.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    if (fault := text_fault(str(rendered))) is not None:
+        raise Refusal(f"the rendered prompt {fault}")
+    return str(rendered)
 
 
 def supervised_sample(id: str, tokens: NDArray[np.int32], *, trained: NDArray[np.bool_]) -> Sample:
@@ -140,7 +144,9 @@ def _by_template(conversation: Conversation, *, backend: Any) -> tuple[list[int]
     if not backend.is_fast:
         raise Refusal("the tokenizer has no fast form, which says where in the text a token lies")
     template = _template_of(backend)
-    conversation = _readable(conversation, template=template)
+    # Arguments that rows may not set: those of the call, and the special tokens of the tokenizer.
+    reserved = {*signature(backend.apply_chat_template).parameters, "messages", *backend.special_tokens_map}
+    conversation = _readable(conversation, template=template, reserved=reserved)
     settings: dict[str, Any] = {"tools": conversation.tools, **conversation.template_arguments}
     if _MARKED.search(template):
         encoded = _apply(
@@ -160,12 +166,12 @@ def _by_template(conversation: Conversation, *, backend: Any) -> tuple[list[int]
     return ids, _overlapping(offsets, spans=spans)
 
 
-def _readable(conversation: Conversation, *, template: str) -> Conversation:
+def _readable(conversation: Conversation, *, template: str, reserved: Collection[str]) -> Conversation:
     """The conversation under the names that the template uses; refuses parts that it would lose."""
     if conversation.tools is not None and "tools" not in template:
         raise Refusal("the chat template does not read 'tools': choose another, or leave them out")
     for name in conversation.template_arguments:
-        if name in _RESERVED or not re.search(rf"\b{re.escape(name)}\b", template):
+        if name in reserved or not re.search(rf"\b{re.escape(name)}\b", template):
             raise Refusal(f"chat_template_kwargs.{name}: the chat template reads no such argument")
     turns: list[Turn] = []
     for index, turn in enumerate(conversation.turns):
@@ -213,7 +219,7 @@ def _apply(call: Callable[[], Any]) -> Any:
         raise Refusal(f"the chat template refuses this conversation: {error}") from None
     except UnicodeEncodeError:
         raise Refusal("a part of a message holds half of a surrogate pair, which is no text") from None
-    except TypeError as error:  # a template that adds text to what a row does not have
+    except _TEMPLATE_FAULTS as error:
         raise Refusal(f"the chat template fails on this conversation: {error}") from None
 
 

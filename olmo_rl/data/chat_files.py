@@ -107,7 +107,7 @@ class ParquetFile:
     def rows(self, start: Place) -> Iterator[tuple[ChatRow, Place]]:
         number = start.number
         try:
-            with pq.ParquetFile(self.path) as file:
+            with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 columns = _columns(file.schema_arrow.names, ignore=self.ignore, where=str(self.path))
                 groups, skip = _groups_from(file, number)
                 for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns):
@@ -141,6 +141,9 @@ def _columns(names: Sequence[str], *, ignore: Sequence[str], where: str) -> list
         f"{where}: {unknown_name(name, COLUMNS)}; rename it, or list it in sft.ignore"
         for name in columns
         if name not in COLUMNS
+    ]
+    reasons += [
+        f"{where}: column {name!r} stands twice" for name in sorted(set(columns)) if columns.count(name) > 1
     ]
     if reasons:
         raise Refusal(reasons)
@@ -187,6 +190,8 @@ def open_chat(path: str, *, config: SftConfig, key: str, split: str) -> list[Row
                 f"{key}={path}: no {' or '.join(suffixes)} file in it: name another directory, or set "
                 "sft.format=datasets for a directory that datasets saved"
             )
+        if stray := [p.name for p in found if not p.is_file()]:
+            raise Refusal(f"{key}={path}: {stray[0]} is no file: remove it, or name another directory")
     elif place.is_file():
         found = [place]
         if config.format is SftFormat.auto and place.suffix not in SUFFIXES:
@@ -218,13 +223,22 @@ def _open_dataset(path: str, *, config: SftConfig, key: str, split: str) -> Data
                 table = table[split]
         else:
             table = datasets.load_dataset(path, config.subset, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (
+        AttributeError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         if isinstance(error, Refusal):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise Refusal(f"{key}={path} sft.format=datasets: {reason}") from None
     columns = _columns(table.column_names, ignore=tuple(config.ignore), where=f"{key}={path}")
-    return DatasetRows(name=path, table=table.select_columns(columns))
+    # A saved format hides columns, or turns lists into arrays.
+    return DatasetRows(name=path, table=table.with_format(None).select_columns(columns))
 
 
 class ChatStream:

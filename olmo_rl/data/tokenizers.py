@@ -83,8 +83,11 @@ def load_tokenizer(name: str) -> Tokenizer:
             backend = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         else:
             backend = gguf_tokenizer(gguf, key="model.tokenizer")
-    except (OSError, ValueError) as error:
-        raise Refusal(f"model.tokenizer={name}: {str(error).splitlines()[0]}") from error
+    except Refusal:
+        raise
+    except Exception as error:  # readers of tokenizer files raise whatever they meet, Rust a bare Exception
+        reason = (str(error).splitlines() or [""])[0]
+        raise Refusal(f"model.tokenizer={name}: {reason} ({type(error).__name__})") from error
     if backend.eos_token_id is None:
         raise Refusal(f"model.tokenizer={name}: it has no end-of-sequence token, so no response could end")
     highest = max(backend.get_vocab().values(), default=-1)  # ids of added tokens may leave gaps

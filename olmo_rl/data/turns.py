@@ -72,6 +72,8 @@ def conversation_of(row: ChatRow) -> Conversation:
     """The conversation of a row, checked: turns have known roles and content, the assistant speaks."""
     try:
         return _conversation(row)
+    except RecursionError:
+        raise Refusal(f"{row.where}: nested too deeply to read: flatten it, or leave the row out") from None
     except Refusal as refusal:
         prefix = f"{row.where}: "
         raise Refusal(
@@ -168,6 +170,12 @@ def _content(content: object, *, name: str) -> str:
         if not isinstance(part, Mapping) or kind != "text" or not isinstance(part.get("text"), str):
             shown = kind if isinstance(kind, str) and kind != "text" else type(part).__name__
             raise Refusal(f"{name}[{index}] is no text part but {shown}: only text can be trained on")
+        if beside := [
+            key for key, value in part.items() if key not in ("type", "text") and value is not None
+        ]:
+            raise Refusal(
+                f"{name}[{index}].{beside[0]} stands beside a text, and only text can be trained on"
+            )
         _refuse_no_text(part["text"], name=f"{name}[{index}].text")
         texts.append(part["text"])
     return "".join(texts)
