@@ -190,8 +190,8 @@ def _read_jsonl(path: Path, require_routes: bool) -> tuple[Metadata, list[Record
         try:
             cells = parse_line(line, where=where)
         except Refusal as refusal:
-            fault = str(refusal).removeprefix(f"{where}: ")
-            records.append(Record(where=where, cells={}, fault=fault))
+            reason = str(refusal).removeprefix(f"{where}: ")
+            records.append(Record(where=where, cells={}, fault=reason))
             continue
         if not isinstance(cells, dict):
             records.append(Record(where=where, cells={}, fault="not a JSON object with one sample"))

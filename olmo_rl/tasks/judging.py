@@ -152,7 +152,7 @@ def _verdict(value: object) -> float:
     """A verifier's value as a number; NoVerdict or OverflowError for anything else."""
     if type(value).__name__ in ("bool", "bool_"):  # NumPy's is no Real
         return float(bool(value))
-    if not isinstance(value, numbers.Real) or abs(value) > LARGEST_REWARD:
+    if not isinstance(value, numbers.Real) or abs(float(value)) > LARGEST_REWARD:
         raise NoVerdict(
             f"it returned {value!r:.200}: return a finite number, or NaN where the response cannot be judged"
         )
