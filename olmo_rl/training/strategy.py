@@ -137,7 +137,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         set_model_state_dict(self.model, weights["state_dict"])
         for index, optimizer in enumerate(self.optimizers):
             own = get_optimizer_state_dict(self.model, optimizer)
-            _refuse_another_optimizer(own["state"], prefix=f"optimizer_{index}.state", path=path)
+            _refuse_another_optimizer(cast(Any, own["state"]), prefix=f"optimizer_{index}.state", path=path)
             _load({f"optimizer_{index}": {"state": own["state"]}}, path)  # in place
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=own)
         return cast(dict[str, Any], torch.load(path / "meta.pt", weights_only=True))
