@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, cast
 
-from olmo_rl.types import Refusal
+from olmo_rl.types import Interrupted, Refusal
 
 
 def load(path: str, *, key: str, takes: str) -> Callable[..., Any]:
@@ -18,14 +20,7 @@ def load(path: str, *, key: str, takes: str) -> Callable[..., Any]:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise Refusal(f"{key}={path}: not an import path: give package.module:function, {takes}")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise Refusal(
-            f"{key}={path}: {module_name} does not import ({error}): install it, or put its folder on "
-            "PYTHONPATH"
-        ) from None
-    function = getattr(module, name, None)
+    function = getattr(imported(module_name, where=f"{key}={path}"), name, None)
     if not callable(function):
         raise Refusal(f"{key}={path}: {module_name} has no function {name}: it has to be {takes}")
     return cast(Callable[..., Any], function)
@@ -42,3 +37,32 @@ def load_surrogate(path: str) -> Callable[..., Any]:
             f"loss.surrogate={path}: called (logprobs, *, {', '.join(named)}): {error}: take these arguments"
         ) from None
     return function
+
+
+def imported(module: str, *, where: str) -> ModuleType:
+    """The user's module. Raises Refusal, beginning with `where`, for whatever happens at its import, with the
+    line at fault.
+    """
+    try:
+        return importlib.import_module(module)
+    except (Interrupted, KeyboardInterrupt):
+        raise
+    except ImportError as error:
+        raise Refusal(
+            f"{where}: {module} does not import ({error}): correct it, put the module beside train.py, or "
+            "its folder on PYTHONPATH"
+        ) from None
+    except BaseException as failure:  # a module may raise anything, or end the program
+        file, line = _place(failure)
+        raise Refusal(
+            f"{where}: {module} does not import ({type(failure).__name__}: {failure}): correct {file}, "
+            f"line {line}"
+        ) from None
+
+
+def _place(failure: BaseException) -> tuple[str | None, int | None]:
+    """File and line where an import failed; of a syntax error, those of the text."""
+    if isinstance(failure, SyntaxError):
+        return failure.filename, failure.lineno
+    last = traceback.extract_tb(failure.__traceback__)[-1]
+    return last.filename, last.lineno

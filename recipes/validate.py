@@ -20,6 +20,8 @@ from olmo_rl.types import Refusal, Topology
 def run(config: Config) -> None:
     """The configuration, the files and the task it names, then the model."""
     findings = examine(config, reasons=refusals(config))
+    if not findings.reasons and (config.callbacks.extra or config.logger.extra):
+        findings.reasons.extend(_extra_faults(config))
     if findings.reasons:
         raise Refusal(findings.reasons)
     if config.upcycle.dense is not None:
@@ -62,6 +64,19 @@ def run(config: Config) -> None:
         show("note", note)
     steps = max(config.batch.steps_per_collection, findings.most_updates)
     print(scoring_remark(config, steps_in_collection=steps))
+
+
+def _extra_faults(config: Config) -> list[str]:
+    """Callbacks and loggers of the user that a run could not make."""
+    from lightning.pytorch import Callback  # slow to import, and only such entries need it
+    from lightning.pytorch.loggers import Logger
+
+    from olmo_rl.running.trainer import extra_faults
+
+    return [
+        *extra_faults(config.callbacks.extra, Callback, key="callbacks.extra"),
+        *extra_faults(config.logger.extra, Logger, key="logger.extra"),
+    ]
 
 
 def count_parameters(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:

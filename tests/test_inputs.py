@@ -46,7 +46,7 @@ def problems(path: Path, *, count: int = 80, long: int | None = None) -> Path:
         (
             "+task.verifier._target_=no_such.module",
             "",
-            "task.verifier._target_=no_such.module: No module named 'no_such': correct it, put the module",
+            "_target_=no_such.module: no_such does not import (No module named 'no_such'): correct it",
         ),
         (
             "+task.verifier._target_=math.no_such",

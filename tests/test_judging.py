@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from fractions import Fraction
@@ -56,6 +58,33 @@ def dying(response: str, answer: str) -> float:
         os._exit(9)
     time.sleep(3600.0 if response == "sleep" else 0.0)
     return 1.0
+
+
+class TwoArguments(Exception):
+    """Cannot be pickled back: its constructor takes other arguments than it hands on."""
+
+    def __init__(self, response: str, answer: str) -> None:
+        super().__init__(f"{response}/{answer}")
+
+
+class NoMessage(BaseException):
+    def __str__(self) -> str:
+        raise ValueError("no message")
+
+
+def strange(response: str, answer: str) -> Any:
+    """Does what the response names, in ways that break programs that hand it on."""
+    if response == "two arguments":
+        raise TwoArguments(response, answer)
+    if response == "no message":
+        raise NoMessage
+    if response == "time":
+        raise TimeoutError("theirs")
+    if response == "exit":
+        os._exit(0)
+    if response == "fork":
+        os.fork()
+    return (lambda: 1.0) if response == "function" else 1.0
 
 
 _imported = False
@@ -182,6 +211,74 @@ def test_a_slow_import_does_not_count_against_the_limit_also_in_a_process_after_
     assert judge.counts == {"verifier_timeouts": 1}
 
 
+@pytest.mark.parametrize("seconds", [None, 60.0])
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("two arguments", "TwoArguments: two arguments/a"),
+        ("no message", r"NoMessage: \(its message cannot be shown\)"),
+        ("time", "TimeoutError: theirs"),
+        ("function", "it returned <function strange"),
+    ],
+)
+def test_failures_that_no_process_can_hand_on_are_reported_alike_with_and_without_a_limit(
+    response: str, reason: str, seconds: float | None
+) -> None:
+    judge = build_judge(config(verifier={"_target_": f"{HERE}.strange"}, verifier_seconds=seconds))
+    try:
+        for _ in range(2):
+            with pytest.raises(Refusal, match=f"on a response to line 7: {reason}"):
+                judge.judge(response, answer="a", domain=None, problem="line 7")
+        assert judge.judge("right", answer="a", domain=None, problem="line 7") == 1.0
+    finally:
+        judge.close()
+    assert judge.counts == {"verifier_failures": 2}
+
+
+def test_a_process_that_ends_without_an_error_is_noticed_at_once_and_replaced() -> None:
+    settings = {"verifier_seconds": 3600.0, "on_verifier_failure": OnVerifierFailure.leave_out}
+    judge = build_judge(config(verifier={"_target_": f"{HERE}.strange"}, **settings))
+    begun = time.monotonic()
+    try:
+        assert math.isnan(judge.judge("exit", answer="exit", domain=None, problem="p"))
+        assert math.isnan(judge.judge("exit", answer="a", domain=None, problem="p"))
+        assert judge.judge("fork", answer="a", domain=None, problem="p") == 1.0
+        assert judge.judge("right", answer="a", domain=None, problem="p") == 1.0
+    finally:
+        judge.close()
+    assert time.monotonic() - begun < 600
+    assert judge.counts == {"verifier_failures": 2}
+
+
+def test_the_long_wait_for_a_first_call_is_granted_to_a_verifier_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("olmo_rl.tasks.judging.START_SECONDS", 15.0)
+    settings = {"verifier_seconds": 0.2, "on_verifier_failure": OnVerifierFailure.leave_out}
+    judge = build_judge(config(verifier={"_target_": f"{HERE}.slow"}, **settings))
+    begun = time.monotonic()
+    try:
+        for _ in range(4):
+            assert math.isnan(judge.judge("3600", answer="3600", domain=None, problem="p"))
+        assert judge.judge("0", answer="3600", domain=None, problem="p") == 3.0
+    finally:
+        judge.close()
+    assert judge.counts == {"verifier_timeouts": 4}
+    assert time.monotonic() - begun < 5 * 15, "one wait of 15 s, not five"
+
+
+def test_signals_to_the_job_leave_the_judgement_to_the_process_that_waits_for_it() -> None:
+    judge = build_judge(config(verifier={"_target_": f"{HERE}.slow"}, verifier_seconds=60.0))
+    try:
+        assert judge.judge("0", answer="0", domain=None, problem="p") == 3.0
+        (process,) = multiprocessing.active_children()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(process.pid or 0, number)
+        assert judge.judge("0.5", answer="0", domain=None, problem="p") == 3.0
+    finally:
+        judge.close()
+
+
 def test_a_verifier_that_does_not_return_is_ended_and_the_next_response_is_judged() -> None:
     judge = build_judge(
         config(
@@ -268,6 +365,9 @@ def test_every_spelling_of_an_answer_is_judged_by_its_value(
         (r"\frac{", "1", 0.0),
         (r"\boxed{", "1", 0.0),
         ("", "1", 0.0),
+        ("<think>is it 6?</think><answer>7</answer>", "7", 1.0),
+        ("<answer>7</answer>", "6", 0.0),
+        ("It will be a Thursday.", r"\text{Thursday}", 1.0),
         ("He walks east", r"\text{west}", 0.0),
     ],
 )
@@ -277,7 +377,13 @@ def test_the_final_answer_of_prose_is_what_counts(response: str, answer: str, wo
 
 @pytest.mark.parametrize(
     ("answer", "fault"),
-    [("", "it is empty"), ("$$", "it is empty"), (r"\frac{1}{2", "its { and } do not match")],
+    [
+        ("", "it is empty"),
+        ("$$", "it is empty"),
+        (r"\frac{1}{2", "its { and } do not match"),
+        ("He has 2+1=3 bolts.\n#### 3", "it is a whole solution with ####: give the final answer alone"),
+        (r"So $x=\boxed{3}$.", r"it is a whole solution with \boxed: give the final answer alone"),
+    ],
 )
 def test_a_reference_that_cannot_be_read_is_refused_by_file_and_line(
     tmp_path: Path, answer: str, fault: str
@@ -302,6 +408,9 @@ def test_users_verifiers_judge_every_reference_once_and_zeros_are_a_remark(tmp_p
     settings: dict[str, Any] = {"verifier": {"_target_": f"{HERE}.length", "scale": -1.0}}
     task = build_task(TaskConfig(kind=TaskKind.jsonl, path=str(path), **settings), seed=0)
     assert task.check_references() == ("task.verifier gives 0 to 13 of 13 references as responses",)
+    settings = {"verifier": {"_target_": f"{HERE}.length", "scale": math.nan}}
+    task = build_task(TaskConfig(kind=TaskKind.jsonl, path=str(path), **settings), seed=0)
+    assert task.check_references() == ("task.verifier cannot judge 13 of 13 references as responses",)
     settings = {"verifier": {"_target_": f"{HERE}.failing"}}
     task = build_task(TaskConfig(kind=TaskKind.jsonl, path=str(path), **settings), seed=0)
     with pytest.raises(Refusal, match=r"p\.jsonl, line 3: KeyError") as caught:

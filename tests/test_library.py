@@ -124,8 +124,9 @@ def test_a_run_from_python_calls_callbacks_and_loggers_of_ones_own(own: Path) ->
     ],
 )
 def test_a_callback_that_cannot_be_made_is_refused_with_its_path(own: Path, entry: str, words: str) -> None:
-    with pytest.raises(Refusal, match=words):
-        olmo_rl.train(olmo_rl.compose([*TINY, f"callbacks.extra=[{entry}]"]))
+    for recipe in ("validate", "train"):
+        with pytest.raises(Refusal, match=words):
+            olmo_rl.run(olmo_rl.compose([*TINY, f"callbacks.extra=[{entry}]", f"recipe={recipe}"]))
 
 
 def test_the_wheel_builds_without_a_warning_and_runs_outside_the_clone(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from olmo_rl.config import TaskConfig, TaskKind
 from olmo_rl.data.tokenizers import ByteTokenizer, load_tokenizer
 from olmo_rl.tasks.gym import SEVERAL_ANSWERS
+from olmo_rl.tasks.judging import resolve_verifier
 from olmo_rl.tasks.kinds import build_task
 from olmo_rl.tasks.problems import Problem, is_held_out
 from olmo_rl.types import Refusal
+from olmo_rl.user_code import load
 
 
 def gym(name: str, *, eval_problems: int = 20, **parameters: Any) -> TaskConfig:
@@ -334,7 +336,7 @@ def test_a_verifier_that_ends_the_process_has_failed_by_name(tmp_path: Path, cod
     [
         ({"target": "a.b"}, "_target_: package.function"),
         ({"_target_": "function"}, "_target_: package.function"),
-        ({"_target_": "no_such_package.function"}, "_target_=no_such_package.function: No module"),
+        ({"_target_": "no_such_package.function"}, "_target_=no_such_package.function: .*No module"),
         ({"_target_": "math.no_such_function"}, "no_such_function"),
         ({"_target_": f"{__name__}.prefix_share", "scales": 1}, "unexpected keyword argument 'scales'"),
     ],
@@ -344,6 +346,38 @@ def test_a_verifier_that_cannot_be_called_is_refused(
 ) -> None:
     with pytest.raises(Refusal, match=message):
         build_task(jsonl(capitals(tmp_path / "p.jsonl"), verifier=verifier), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def judge(response, answer:\n", r"SyntaxError: .*: correct .*ending_early\.py, line 1$"),
+        ("x = 1\ny = z\n", r"NameError: name 'z' is not defined\): correct .*ending_early\.py, line 2$"),
+        ("import sys\nsys.exit(0)\n", r"SystemExit: 0\): correct .*ending_early\.py, line 2$"),
+        ("from builtins import max as judge\n", "no signature found for builtin"),
+    ],
+)
+def test_a_module_that_fails_or_ends_at_its_import_is_refused_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    (tmp_path / "ending_early.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ending_early", raising=False)
+    with pytest.raises(Refusal, match=message):
+        resolve_verifier({"_target_": "ending_early.judge"}, key="task.verifier")
+    sys.modules.pop("ending_early", None)
+    if "builtin" not in message:
+        with pytest.raises(Refusal, match=message):
+            load("ending_early:judge", key="loss.function", takes="a function")
+
+
+def test_a_verifier_of_a_domain_that_no_line_has_is_refused(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "p.jsonl", {"prompt": "a", "answer": "b", "domain": "math"}, {"prompt": "c", "answer": "d"}
+    )
+    verifiers = {"maths": {"_target_": f"{__name__}.prefix_share"}}
+    with pytest.raises(Refusal, match="task.verifiers.maths: no effect, .*: lines have 'math'$"):
+        build_task(TaskConfig(kind=TaskKind.jsonl, path=path, verifiers=verifiers), seed=0)
 
 
 def test_every_malformed_line_is_named(tmp_path: Path) -> None:

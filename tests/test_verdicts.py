@@ -98,6 +98,18 @@ def test_a_picture_leaves_unknown_accuracies_out(tmp_path: Path) -> None:
     assert (tmp_path / "reward.png").is_file()
 
 
+def test_a_picture_shows_rewards_below_zero_and_above_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.csv").write_text("step,reward/mean\n1,-2.5\n2,7.5\n")
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
+    draw_reward(tmp_path / "metrics.csv", evaluations={2: 9.0}, path=tmp_path / "reward.png", title="run")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert low <= -2.5
+    assert high >= 9.0
+
+
 def test_rewards_that_nobody_knows_have_no_mean() -> None:
     samples = samples_of()
     for sample in samples:

@@ -37,7 +37,10 @@ def draw_reward(metrics: Path, *, evaluations: Mapping[int, float | None], path:
             linewidth=1.5,
             label="greedy accuracy, held-out problems",
         )
-    axes.set(xlabel="update", ylabel="reward, accuracy", title=title, ylim=(0, 1.02))
+    shown = [0.0, 1.0, *rewards.tolist(), *(value for _, value in points)]
+    margin = 0.02 * (max(shown) - min(shown))
+    bottom = min(shown) - margin if min(shown) < 0 else 0.0
+    axes.set(xlabel="update", ylabel="reward, accuracy", title=title, ylim=(bottom, max(shown) + margin))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path)

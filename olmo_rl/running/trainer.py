@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -116,6 +117,24 @@ def build_extra(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[An
             raise Refusal(f"{where}: {type(one).__name__} is no Lightning {kind.__name__}: name a subclass")
         made.append(one)
     return made
+
+
+def extra_faults(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[str]:
+    """Why `build_extra` would refuse entries, as far as it shows without making one."""
+    faults = []
+    for number, entry in enumerate(entries):
+        where = f"{key}[{number}]._target_={entry['_target_']}"
+        try:
+            made = get_object(entry["_target_"])
+            arguments = {name: None for name in entry if not name.startswith("_")}
+            inspect.signature(made).bind(*entry.get("_args_", ()), **arguments)
+        except (ImportError, TypeError, ValueError) as error:
+            reason = str(error.__cause__ or error).splitlines()[0]
+            faults.append(f"{where}: {reason}: correct the path or the arguments")
+            continue
+        if inspect.isclass(made) and not issubclass(made, kind):
+            faults.append(f"{where}: {made.__name__} is no Lightning {kind.__name__}: name a subclass")
+    return faults
 
 
 def build_trainer(

@@ -7,39 +7,33 @@ as 0 (`zero`). Each failure is counted.
 
 With `task.verifier_seconds` verifiers run in a process of their own, which is killed when the time is over:
 nothing else stops code that does not return. The clock starts in a process that has judged the reference
-once, so that imports do not count.
+once, so that imports do not count; a verifier whose first call exceeds `START_SECONDS` is not waited for
+again.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import importlib.util
 import inspect
 import math
-import multiprocessing
-import numbers
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import TimeoutError as OutOfTime
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
 from olmo_rl.config import OnVerifierFailure, TaskConfig
-from olmo_rl.data.validation import LARGEST_REWARD
 from olmo_rl.tasks.math_answers import equal_answers, reference_fault
-from olmo_rl.types import Interrupted, Refusal
+from olmo_rl.tasks.verdicts import Verdict, Verifier, VerifierProcess, verdict_of
+from olmo_rl.types import Refusal
+from olmo_rl.user_code import imported
 
-Verifier = Callable[[str, str], Any]
-START_SECONDS = 300.0  # bound on starting a verifiers' process and its first call, beside its time limit
+START_SECONDS = 300.0  # bound on starting a verifiers' process, and on a verifier's first call in it
 MATH = "olmo_rl.tasks.judging.math_answer"
 
 
-class NoVerdict(Exception):
-    """A verifier returned no number, or its process ended."""
+class InvalidReference(Exception):
+    """A reference that `math_answer` cannot read."""
 
 
 def exact(response: str, answer: str) -> float:
@@ -55,7 +49,7 @@ def math_answer(response: str, answer: str) -> float:
     """
     fault = reference_fault(answer)
     if fault is not None:
-        raise NoVerdict(f"the reference {answer!r} is invalid: {fault}")
+        raise InvalidReference(f"the reference {answer!r} is invalid: {fault}")
     return float(equal_answers(response, answer))
 
 
@@ -70,31 +64,22 @@ class Judge:
     on_failure: OnVerifierFailure
     seconds: float | None
     counts: Counter[str] = field(default_factory=Counter)
-    _pool: ProcessPool | None = None
+    _process: VerifierProcess = field(default_factory=VerifierProcess)
     _warm: set[int] = field(default_factory=set)  # verifiers that the process has called, by identity
+    _endless: set[int] = field(default_factory=set)  # those whose first call ran out of time
 
     def judge(self, response: str, *, answer: str, domain: str | None, problem: str) -> float:
         """The reward of a response to `problem` (its name, for messages); NaN where it is unknown.
 
         Raises Refusal where the verifier fails and `on_failure` is `refuse`.
         """
-        verify = self._verifier(domain)
-        try:
-            return _verdict(self._call(verify, response, answer))
-        except Interrupted:
-            raise
-        except OutOfTime:
-            self.counts["verifier_timeouts"] += 1
+        verdict = self._call(self._verifier(domain), response, answer)
+        fault = verdict.fault
+        if fault is None:
+            return verdict.reward
+        self.counts["verifier_timeouts" if verdict.timed_out else "verifier_failures"] += 1
+        if verdict.timed_out:
             fault = f"it did not end within task.verifier_seconds={self.seconds:g}"
-        except SystemExit as end:
-            self.counts["verifier_failures"] += 1
-            fault = f"it called sys.exit({end.code})"
-        except Exception as failure:  # any exception of a user's function means that it did not judge
-            self.counts["verifier_failures"] += 1
-            own = isinstance(failure, NoVerdict)
-            fault = (
-                str(failure) if own else f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
-            )
         if self.on_failure is OnVerifierFailure.refuse:
             raise Refusal(
                 f"task.verifier failed on a response to {problem}: {fault}: correct the verifier, or set "
@@ -105,58 +90,30 @@ class Judge:
     def is_built_in(self, domain: str | None) -> bool:
         """Whether one of our own verifiers judges `domain`: those give 1 to a reference."""
         verify = self._verifier(domain)
-        return (verify.func if isinstance(verify, functools.partial) else verify) in (exact, math_answer)
+        return (verify.func if isinstance(verify, partial) else verify) in (exact, math_answer)
 
     def _verifier(self, domain: str | None) -> Verifier:
         return self.default if domain is None else self.by_domain.get(domain, self.default)
 
-    def _call(self, verify: Verifier, response: str, answer: str) -> Any:
+    def _call(self, verify: Verifier, response: str, answer: str) -> Verdict:
         if self.seconds is None:
-            return verify(response, answer)
-        if self._pool is None:
-            # Spawned: a fork would copy the threads of torch.
-            self._pool = ProcessPool(max_workers=1, context=multiprocessing.get_context("spawn"))
-        if id(verify) not in self._warm:
-            self._run(_warm_up, (verify, answer), seconds=START_SECONDS + self.seconds)
-            self._warm.add(id(verify))
-        return self._run(verify, (response, answer), seconds=self.seconds)
-
-    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], *, seconds: float) -> Any:
-        """Call in the process; a call that kills it, or is killed, leaves a cold one."""
-        assert self._pool is not None
-        try:
-            return self._pool.schedule(function, args=arguments, timeout=seconds).result()
-        except OutOfTime:
+            return verdict_of(verify, response, answer)
+        call, key = partial(self._process.call, verify, start=START_SECONDS), id(verify)
+        if not self._process.runs:
             self._warm.clear()
-            raise
-        except ProcessExpired as end:
-            self._warm.clear()
-            raise NoVerdict(f"its process ended with exit code {end.exitcode}") from None
+        if key not in self._warm | self._endless:
+            # Imports whatever a verifier imports; a verdict, or a failure, is the next call's.
+            first = call(answer, answer, seconds=START_SECONDS + self.seconds)
+            if first.timed_out:
+                self._endless.add(key)
+            if not self._process.runs:
+                return first
+            self._warm.add(key)
+        return call(response, answer, seconds=self.seconds)
 
     def close(self) -> None:
         """End the verifiers' process."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
-            self._warm.clear()
-
-
-def _warm_up(verify: Verifier, answer: str) -> None:
-    """Import whatever a verifier imports; its verdict, or its failure, is the next call's."""
-    with suppress(Exception, SystemExit):
-        verify(answer, answer)
-
-
-def _verdict(value: object) -> float:
-    """A verifier's value as a number; NoVerdict or OverflowError for anything else."""
-    if type(value).__name__ in ("bool", "bool_"):  # NumPy's is no Real
-        return float(bool(value))
-    if not isinstance(value, numbers.Real) or abs(float(value)) > LARGEST_REWARD:
-        raise NoVerdict(
-            f"it returned {value!r:.200}: return a finite number, or NaN where the response cannot be judged"
-        )
-    return float(value)
+        self._process.close()
 
 
 def build_judge(config: TaskConfig) -> Judge:
@@ -182,18 +139,14 @@ def resolve_verifier(verifier: Mapping[str, Any] | None, *, key: str) -> Verifie
         raise Refusal(f"{key}: give the function's import path, {{_target_: package.function}}")
     if target == MATH and importlib.util.find_spec("math_verify") is None:
         raise Refusal(f"{key}._target_={target}: math-verify is missing: pip install 'olmo_rl[math]'")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise Refusal(
-            f"{key}._target_={target}: {error}: correct it, put the module beside train.py, or its folder on "
-            "PYTHONPATH"
-        ) from error
-    except AttributeError as error:
-        raise Refusal(f"{key}._target_={target}: {error}: name a function of that module") from error
+    where = f"{key}._target_={target}"
+    found = imported(module, where=where)
+    if not hasattr(found, name):
+        raise Refusal(f"{where}: {module} has no attribute {name!r}: name a function of that module")
+    function = getattr(found, name)
     arguments = {key: value for key, value in verifier.items() if key != "_target_"}
     try:
         inspect.signature(function).bind("response", "answer", **arguments)
-    except TypeError as error:
-        raise Refusal(f"{key}._target_={target}: called (response, answer, {arguments}): {error}") from error
-    return functools.partial(function, **arguments)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin function that has no signature
+        raise Refusal(f"{where}: called (response, answer, {arguments}): {error}") from error
+    return partial(function, **arguments)

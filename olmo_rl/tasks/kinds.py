@@ -6,6 +6,7 @@ cannot judge.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -117,6 +118,7 @@ class JsonlTask:
         self._path = config.path
         self._judge = build_judge(config)
         problems = _read_problems(Path(config.path))
+        _refuse_unused(list(config.verifiers), problems=problems, path=config.path)
         self._training = [problem for problem in problems if not is_held_out(problem.prompt)]
         self._reserved = list({p.prompt: p for p in problems if is_held_out(p.prompt)}.values())
 
@@ -142,7 +144,7 @@ class JsonlTask:
         problems = [*self._training, *self._reserved]
         ends = time.monotonic() + REFERENCE_SECONDS
         faults: list[str] = []
-        worthless = judged = 0
+        worthless = unknown = judged = 0
         try:
             for problem in problems:
                 if time.monotonic() > ends or len(faults) == _REPORTED:
@@ -154,6 +156,7 @@ class JsonlTask:
                     faults.extend(refusal.reasons)
                     continue
                 worthless += reward == 0.0
+                unknown += math.isnan(reward)
         finally:
             self._judge.close()
             self._judge.counts.clear()
@@ -167,6 +170,8 @@ class JsonlTask:
             )
         if worthless:
             remarks.append(f"task.verifier gives 0 to {worthless} of {judged} references as responses")
+        if unknown:
+            remarks.append(f"task.verifier cannot judge {unknown} of {judged} references as responses")
         return tuple(remarks)
 
     def _judged_reference(self, problem: Problem) -> float:
@@ -186,6 +191,19 @@ class JsonlTask:
     @property
     def counts(self) -> Mapping[str, int]:
         return {name: self._judge.counts[name] for name in ("verifier_failures", "verifier_timeouts")}
+
+
+def _refuse_unused(domains: list[str], *, problems: list[Problem], path: str) -> None:
+    """A verifier of a domain that no line has would judge nothing, and another one judge in its place."""
+    present = sorted({problem.domain for problem in problems if problem.domain is not None})
+    reasons = [
+        f"task.verifiers.{domain}: no effect, no line of {path} has this domain: lines have "
+        f"{', '.join(map(repr, present)) or 'none'}"
+        for domain in domains
+        if domain not in present
+    ]
+    if reasons:
+        raise Refusal(reasons)
 
 
 def _read_problems(path: Path) -> list[Problem]:

@@ -41,12 +41,16 @@ _SPACING = re.compile(
     r"(?<!\\)\\[,;:! ]|~|\\q?quad\b|\\(?:left|right|displaystyle|bigl?|bigr)(?![A-Za-z])|\{,\}(?!\d{3})"
 )
 _THOUSANDS = re.compile(
-    r"(?<![\d.,])\d{1,3}(?:(?:,|\{,\}|\\,|\\!)\d{3})+(?![\d,])|(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"
+    r"(?<![\d.,])\d{1,3}(?:(?:,(?:\\!\s*)?|\{,\}|\\,|\\!)\d{3})+(?![\d,])|(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"
 )
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d])(\d+\.?\d*|\.\d+)\s*[eE]([+-]?\d+)(?![\d.A-Za-z])")
 _MIXED = re.compile(r"(?<![\d./])(-?)(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/])")
 _BASED = re.compile(r"^\(?([0-9A-Za-z]+)\)?_\{?(\d+)\}?$")
 _CLOCK = re.compile(r"^\d{1,2}:[0-5]\d$")
+_CHOICES = re.compile(r"\\text\s*\{\s*([A-Z](?:\s*,\s*[A-Z])+)\s*\}")  # of a multiple-choice question
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SOLUTION = re.compile(r"####|\\(?:boxed|fbox)\b")
+_SIGNS = re.compile(r"\\pm(?![A-Za-z])")
 _LEFT = re.compile(r"^(?:[A-Za-z](?:_\{?\w+\}?)?'*|\\[a-z]+)(?:\([A-Za-z, ]+\))?$")
 
 
@@ -61,6 +65,8 @@ def reference_fault(answer: str) -> str | None:
     bare = _bare(answer)
     if not bare:
         return "it is empty"
+    if (found := _SOLUTION.search(bare)) is not None:
+        return f"it is a whole solution with {found[0]}: give the final answer alone"
     plain = re.sub(r"\\[\\{}]", "", answer)
     if plain.count("{") != plain.count("}"):
         return "its { and } do not match"
@@ -70,9 +76,12 @@ def reference_fault(answer: str) -> str | None:
 
 
 def _final(response: str, *, gold: str) -> Iterator[str]:
-    """The final answer: the last box, else behind the last "answer is", else the last formula, else the last
-    line. Prose around a formula is left out; a second reading keeps it, for references made of words.
+    """The final answer, of the last <answer>...</answer> where there is one: the last box, else behind the
+    last "answer is", else the last formula, else the last line. Prose around a formula is left out; a second
+    reading keeps it, for references made of words.
     """
+    if tagged := _TAGGED.findall(response):
+        response = tagged[-1]
     boxed = _boxed(response)
     if boxed is not None:
         yield boxed
@@ -154,7 +163,10 @@ def _bare(text: str) -> str:
         .replace(r"\tfrac", r"\frac")
         .replace(r"\lbrace", r"\{")
         .replace(r"\rbrace", r"\}")
+        .replace(r"\varnothing", r"\emptyset")
     )
+    if (letters := _CHOICES.fullmatch(text)) is not None:
+        text = letters[1]
     text = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", text)
     text = _MIXED.sub(r"\1\2\\frac{\3}{\4}", text)
     return re.sub(r"\s+", " ", text).strip()
@@ -176,7 +188,8 @@ def _equal(gold: str, given: str) -> bool:
         return False
     if _CLOCK.match(gold) and _CLOCK.match(given):
         return gold.lstrip("0") == given.lstrip("0")
-    if (parts := _alternatives(gold)) is not None or _alternatives(given) is not None:
+    parts = _alternatives(gold)
+    if parts is not None or _alternatives(given) is not None or r"\pm" in gold + given:
         others = _alternatives(given)
         return _same_parts(parts or [gold], others or [given], ordered=False)
     if (verdict := _equal_sides(gold, given)) is not None:
@@ -192,7 +205,9 @@ def _words(text: str) -> str:
     """Text for comparison: letters in one case, no markup, no parentheses around one letter."""
     plain = TEXT.sub(r"\1", text).replace("\\", "").strip(" .*")
     plain = re.sub(r"^\(([A-Za-z])\)$", r"\1", plain)
-    return re.sub(r"\s+", "" if not _is_words(text) else " ", plain).casefold()
+    if _is_words(text):
+        return re.sub(r"^(?:an?|the) (?=[^\W\d_]{3})", "", re.sub(r"\s+", " ", plain).casefold())
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", plain).casefold()  # "1 2" is not 12
 
 
 def _is_words(text: str) -> bool:
@@ -296,9 +311,8 @@ def _expanded(text: str) -> list[str]:
     listed = _bracketed(right)
     if listed is not None and listed[0] == "{":
         return listed[2]
-    if right.startswith(r"\pm"):
-        value = right.removeprefix(r"\pm").strip()
-        return [value, f"-{value}"]
+    if len(re.findall(_SIGNS, right)) == 1:
+        return [re.sub(_SIGNS, sign, right).strip().removeprefix("+").strip() for sign in ("+", "-")]
     return [text]
 
 

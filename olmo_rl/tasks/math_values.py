@@ -57,7 +57,7 @@ def _percent(number: str, unit: str) -> str:
 
 def _quantity(text: str) -> tuple[str, str]:
     """A number and its unit, "" without one; "%" and "deg" stand for all spellings of percent and degrees."""
-    money = _CURRENCY.sub(r"\1", text)
+    money = _CURRENCY.sub(r"\1", re.sub(r"^(-?[\d.]+)\s*([€£¥₹])$", r"\2\1", text))
     if money != text:
         return _quantity(money)[0], "dollar"
     if (match := _PERCENT.search(text)) is not None and match.start() > 0:
@@ -99,9 +99,9 @@ def _known_unit(name: str) -> Any:
 
     words, short = (
         {"square": 2, "sq": 2, "cubic": 3},
-        {"h": "hour", "hr": "hour", "sec": "second", "min": "minute"},
+        {"h": "hour", "hr": "hour", "sec": "second", "min": "minute", "in": "inch"},
     )
-    first, _, rest = re.sub(r"[{}.]", "", name).strip().partition(" ")
+    first, _, rest = re.sub(r"\s+\^", "^", re.sub(r"[{}.]", "", name)).strip().partition(" ")
     power = words.get(first, 1) if rest else 1
     product: Any = 1
     for index, part in enumerate((rest if power > 1 else f"{first} {rest}".strip()).split("/")):

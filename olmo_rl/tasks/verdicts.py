@@ -1,0 +1,170 @@
+"""One call of a user's verifier, in this process or in one of its own. No torch here.
+
+Whatever a verifier does becomes a `Verdict` of plain values where it is called: none of its objects or
+exceptions crosses to another process. `VerifierProcess` ends when its owner closes it or is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import numbers
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from olmo_rl.data.validation import LARGEST_REWARD
+from olmo_rl.types import Interrupted
+
+Verifier = Callable[[str, str], Any]
+_POLL = 0.05  # seconds between looks at whether the process still runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """A finite reward, or NaN where the verifier cannot judge; `fault`: why there is no verdict."""
+
+    reward: float = math.nan
+    fault: str | None = None
+    timed_out: bool = False
+
+
+def verdict_of(verify: Verifier, response: str, answer: str) -> Verdict:
+    """Call the verifier. Raises what ends this process (an interruption), never what the verifier raises."""
+    try:
+        return _checked(verify(response, answer))
+    except (Interrupted, KeyboardInterrupt):
+        raise
+    except SystemExit as end:
+        return Verdict(fault=f"it called sys.exit({end.code})")
+    except BaseException as failure:  # any exception of a user's function means that it did not judge
+        first = (_message(failure).splitlines() or [""])[0]
+        return Verdict(fault=f"{type(failure).__name__}: {first}")
+
+
+def _checked(value: object) -> Verdict:
+    """A verifier's value as a reward; a fault, or OverflowError, for anything else."""
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's is no Real
+        return Verdict(reward=float(bool(value)))
+    if not isinstance(value, numbers.Real) or abs(float(value)) > LARGEST_REWARD:
+        return Verdict(
+            fault=f"it returned {value!r:.200}: return a finite number within {LARGEST_REWARD:g}, or NaN "
+            "where the response cannot be judged"
+        )
+    return Verdict(reward=float(value))
+
+
+def _message(failure: BaseException) -> str:
+    try:
+        return str(failure)
+    except Exception:  # the user's __str__
+        return "(its message cannot be shown)"
+
+
+class VerifierProcess:
+    """A spawned process that calls verifiers, one at a time: a fork would copy the threads of torch.
+
+    A call that exceeds its seconds, or ends the process, leaves none; the next call starts one.
+    """
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self._known: dict[int, int] = {}  # verifiers that the process has, by identity: their place there
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
+
+    def call(self, verify: Verifier, response: str, answer: str, *, start: float, seconds: float) -> Verdict:
+        """The verdict within `seconds`, after `start` seconds at most for the process to come up, and as many
+        for it to import the verifier.
+        """
+        if self._process is None:
+            self._start()
+            if (ready := self._received(start)).fault is not None:
+                return ready
+        if id(verify) not in self._known:
+            if (ready := self._answer(verify, seconds=start)).fault is not None:
+                return ready
+            self._known[id(verify)] = len(self._known)
+        return self._answer((self._known[id(verify)], response, answer), seconds=seconds)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            assert self._connection is not None
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
+            self._process = self._connection = None
+            self._known.clear()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), name="verifiers", daemon=True)
+        self._process.start()
+        self._connection = ours
+        theirs.close()
+
+    def _answer(self, message: object, *, seconds: float) -> Verdict:
+        assert self._connection is not None
+        with suppress(ConnectionError):  # of a process that is gone, which waiting reports
+            self._connection.send(message)
+        return self._received(seconds)
+
+    def _received(self, seconds: float) -> Verdict:
+        assert self._connection is not None
+        ends = time.monotonic() + seconds
+        while not self._connection.poll(_POLL):
+            if not self._process.is_alive() and not self._connection.poll(0):
+                return self._ended()
+            if time.monotonic() > ends:
+                self.close()
+                return Verdict(timed_out=True, fault="it ran out of time")
+        try:
+            verdict: Verdict = self._connection.recv()
+        except (EOFError, ConnectionError):  # it closed its end, or is gone
+            return self._ended()
+        return verdict
+
+    def _ended(self) -> Verdict:
+        self._process.join(1.0)
+        code = self._process.exitcode
+        self.close()
+        how = "closed its connection" if code is None else f"ended with exit code {code}"
+        return Verdict(fault=f"its process {how}")
+
+
+def _serve(connection: Connection) -> None:
+    """Judge until the owner is gone. Signals to the job are the owner's to handle."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        signal.signal(signal.Signals[name], lambda *_: None)  # programs that a verifier starts keep theirs
+    own = os.getpid()
+    known: list[Verifier] = []
+    connection.send(Verdict())
+    with suppress(EOFError, ConnectionError):
+        while True:
+            verdict = _answered(connection.recv_bytes(), known)
+            if os.getpid() != own:  # a fork of the verifier's that returned as well
+                os._exit(0)
+            connection.send(verdict)
+
+
+def _answered(message: bytes, known: list[Verifier]) -> Verdict:
+    """A verifier to keep, or a call of one: (its place, response, answer)."""
+    try:
+        read = pickle.loads(message)
+        if isinstance(read, tuple):
+            return verdict_of(known[read[0]], *read[1:])
+        known.append(read)
+    except BaseException as failure:  # of an import, or of a verifier; nobody interrupts this process
+        return Verdict(fault=f"{type(failure).__name__}: {_message(failure)}")
+    return Verdict()
