@@ -621,9 +621,14 @@ def test_a_checkpoint_that_torch_cannot_read_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path / "run", files(FILES))
     config = file_config(tmp_path / "run", updates=1)
     fit(config)
-    muon = replace(OPTIM, kind=OptimizerKind.muon)
-    with pytest.raises(Refusal, match=r"ckpt_path: .*step-1 cannot be read, RuntimeError: Missing key"):
-        fit(replace(resumed(config, updates=2), optim=muon))
+    (whole,) = complete_checkpoints(config.run_dir)
+    (shard,) = whole.glob("*.distcp")
+    shard.write_bytes(b"\0" * shard.stat().st_size)
+    scratch = whole.rename(whole.with_name("step-1.incomplete"))
+    (scratch / "manifest.json").unlink()
+    finish_checkpoint(scratch, final=whole)  # as if the damage had been there before the checksums
+    with pytest.raises(Refusal, match=r"ckpt_path: .*step-1 cannot be read, \w+: .*give another checkpoint"):
+        fit(resumed(config, updates=2))
 
 
 def test_auto_starts_where_no_checkpoint_is_complete_and_resumes_where_one_is(tmp_path: Path) -> None:

@@ -212,8 +212,9 @@ def _load(state: dict[str, Any], path: Path) -> None:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:
         first = causes(error)[-1]
+        reason = str(first).partition("\n")[0].partition(". ")[0]  # the rest of torch's advice is unsafe here
         raise Refusal(
-            f"ckpt_path: {path} cannot be read, {type(first).__name__}: {first}: give another checkpoint"
+            f"ckpt_path: {path} cannot be read, {type(first).__name__}: {reason}: give another checkpoint"
         ) from error
 
 
