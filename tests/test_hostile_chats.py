@@ -31,7 +31,7 @@ USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "cont
         "1 / 0",
         "messages[0].content.index('absent')",
         "range(10 ** 9)|list",
-        "'a' * 10 ** 14",
+        "'a' * 10 ** 18",
         "m.n() if false else messages[0].content.split('')",
     ],
 )

@@ -201,7 +201,7 @@ def turn(tokens: list[int], *, layers: int) -> dict[str, Any]:
         ({"response": body(), "sampling": []}, "sampling is []"),
         ({"response": body(), "sampling": {"top_p": 10**400}}, "sampling.top_p is 1000"),
         ({"response": body(logprobs={"token_logprobs": [-(10**400)] * 4})}, "a log-prob that no float holds"),
-        ({"response": body(routed_experts=npy(f"({10**14},)"))}, "damaged .npy"),
+        ({"response": body(routed_experts=npy(f"({10**18},)"))}, "damaged .npy"),
         ({"response": body(routed_experts=npy("(((((("))}, "damaged .npy"),
         ({"response": body(routed_experts=npy(f"({2**70}, 2, 2)"))}, "damaged .npy"),
         (
