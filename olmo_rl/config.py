@@ -307,7 +307,6 @@ _IMPORTS = Needs(
     "without recipe=import",
     "use rollouts=files rollouts.path for files of olmo_rl",
 )
-_WARMS = Needs(lambda c: c.warm_start.steps > 0, "with warm_start.steps=0", "set warm_start.steps")
 _KL = Needs(lambda c: c.loss.kl_coef != 0, "with loss.kl_coef=0", "set loss.kl_coef")
 _TIS = Needs(
     lambda c: c.loss.tis_low is not None or c.loss.tis_high is not None,
@@ -858,8 +857,8 @@ class WarmStartConfig:
     """Supervised updates before the recipe; not part of trainer.max_steps."""
 
     steps: int = key(0, "supervised updates in a fresh run, never on resume; 0 = none", min=0)
-    lr: float = key(2e-3, "learning rate of the warm start", above=0, needs=_WARMS)
-    samples_per_step: int = key(128, "documents of one supervised update", min=1, needs=_WARMS)
+    lr: float = key(2e-3, "learning rate of the warm start", above=0)
+    samples_per_step: int = key(128, "documents of one supervised update", min=1)
 
 
 @dataclass(kw_only=True, slots=True)

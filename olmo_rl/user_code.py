@@ -61,8 +61,11 @@ def imported(module: str, *, where: str) -> ModuleType:
 
 
 def _place(failure: BaseException) -> tuple[str | None, int | None]:
-    """File and line where an import failed; of a syntax error, those of the text."""
+    """File and line where an import failed: the last line at the top level of a module, which no hook of
+    another library hides, such as one on sys.exit; of a syntax error, those of the text.
+    """
     if isinstance(failure, SyntaxError):
         return failure.filename, failure.lineno
-    last = traceback.extract_tb(failure.__traceback__)[-1]
+    frames = traceback.extract_tb(failure.__traceback__)
+    last = next((frame for frame in reversed(frames) if frame.name == "<module>"), frames[-1])
     return last.filename, last.lineno

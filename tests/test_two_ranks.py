@@ -143,7 +143,7 @@ def test_a_guard_that_trips_is_the_same_refusal_on_both_ranks_and_nothing_is_ste
     assert gaps == sorted(gaps, reverse=True)
     for rank in (first, second):
         assert rank["gradients"] == []
-        assert rank["events"] == []
+        assert [event["event"] for event in rank["events"]] == ["log"], "its first line, and no update"
 
 
 def test_a_guard_that_trips_ends_the_command_with_exit_code_2_and_no_traceback(
