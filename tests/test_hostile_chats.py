@@ -46,7 +46,7 @@ def test_a_template_whose_expressions_fail_is_refused(tmp_path: Path, expression
 @pytest.mark.parametrize(
     "line",
     [
-        b'{"prompt": "a", "response": "b", "tools": ' + b"[" * 600 + b"]" * 600 + b"}",
+        b'{"prompt": "a", "response": "b", "tools": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
         json.dumps(
             {
                 "messages": [
