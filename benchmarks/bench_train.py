@@ -5,6 +5,9 @@ recorded lengths of GRPO samples (scaled down 8 times on a CPU), and documents o
 process of its own, one after the other; its first update warms up and is not counted. Weights are published
 to a local engine after every update, as in a run that generates. On CUDA every budget of `--budgets` is an
 arm, in bfloat16, and reports model FLOPs utilisation over real tokens and over all that ran.
+
+`--before WORKTREE`: only packed documents of 9 and 10 tokens, as the default experiment trains them, against
+another commit: both arms alternate, one thread each, CPU seconds, median of `--pairs` pairs of updates.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.pairs import WARM, compare
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
 from olmo_rl.library import compose
@@ -36,6 +40,8 @@ DOCUMENT = 12  # tokens of a document of the second length set
 UNPACKED = ("packing=none",)
 FULL = "policy.recompute=full"
 PHASES = ("data", "plan", "transfer", "forward", "backward", "optimizer", "publish")
+DEFAULT_SAMPLES = 256  # of one rank of the default experiment
+UPDATE_BOUND = 1.1  # CPU seconds of an update, another commit's over ours
 BOUNDS = {"recorded": 3.0, "short": 12.0}  # real tokens/s, packed over unpacked, on a CPU
 
 
@@ -58,8 +64,13 @@ def main() -> None:
     parser.add_argument("--budgets", help="tokens of a pack, comma-separated (2048; cuda 8192,16384,32768)")
     parser.add_argument("--documents", type=int, help="only documents of so many tokens")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="cuda: dense bfloat16, of an H200")
+    parser.add_argument("--before", type=Path, help="compare an update with that of this worktree, no more")
+    parser.add_argument("--pairs", type=int, default=5, help="with --before: pairs of updates")
     arguments = parser.parse_args()
     setting = setting_of(arguments)
+    if arguments.before is not None:
+        print(compare_updates(arguments.before, pairs=arguments.pairs, setting=setting))
+        return
     lengths = recorded_lengths(LENGTHS, case="mbu_157_percent")
     sets = {
         "recorded": np.maximum(2, lengths // setting.scale),
@@ -83,6 +94,18 @@ def main() -> None:
         console.print(report(found, title=f"{title}, {setting.samples} samples an update, one process"))
         if arguments.device == "cpu" and arguments.documents in (None, DOCUMENT):
             console.print(verdict(found, bound=BOUNDS[name]), soft_wrap=True)
+
+
+def compare_updates(before: Path, *, pairs: int, setting: Setting) -> str:
+    """Updates of one rank of the default experiment: 256 samples of 9 and 10 tokens in one pack."""
+    lengths = 9 + np.arange(DEFAULT_SAMPLES) % 2
+    with tempfile.TemporaryDirectory() as scratch:
+        rollouts = Path(scratch) / "rollouts"
+        overrides = file_overrides(
+            setting, rollouts=rollouts, samples=DEFAULT_SAMPLES, steps=WARM + pairs
+        ) + ["packing=consecutive", "packing.max_tokens=4096"]
+        write_steps(lengths, overrides=overrides, rollouts=rollouts, samples=DEFAULT_SAMPLES)
+        return compare(before, work="update", overrides=overrides, sizes={}, pairs=pairs, bound=UPDATE_BOUND)
 
 
 def setting_of(arguments: argparse.Namespace) -> Setting:
@@ -131,29 +154,39 @@ def measure_arms(
 ) -> dict[str, dict[str, float]]:
     """Every arm in turn on the same files."""
     rollouts = scratch / "rollouts"
-    steps = setting.warm + updates
-    shared = [
-        *setting.overrides,
-        "rollouts=files",
-        f"rollouts.path='{rollouts}'",
-        f"batch.samples_per_step={setting.samples}",
-        f"trainer.max_steps={steps}",
-        "scoring.check_interval=0",
-        "callbacks.progress=false",
-        "callbacks.pictures=false",
-    ]
-    layout = compose([*shared, *UNPACKED], run_dir=str(scratch)).model.expert_layout
-    assert layout is not None, "both models have experts"
-    for step in range(steps):
-        samples = list(samples_of(lengths, step=step, count=setting.samples, layout=layout))
-        found = Collection(samples=samples, layout=layout, source="given lengths")
-        write_collection(found, rollouts / f"collection-{step:05d}.parquet")
+    shared = file_overrides(setting, rollouts=rollouts, samples=setting.samples, steps=setting.warm + updates)
+    write_steps(lengths, overrides=[*shared, *UNPACKED], rollouts=rollouts, samples=setting.samples)
     results = {}
     for arm, overrides in arms.items():
         print(f"{arm} ...", flush=True)
         config = compose([*shared, *overrides], run_dir=f"{scratch}/{arm}")
         results[arm] = measure(config, setting=setting)
     return results
+
+
+def file_overrides(setting: Setting, *, rollouts: Path, samples: int, steps: int) -> list[str]:
+    """Overrides of every run on the files below `rollouts`."""
+    return [
+        *setting.overrides,
+        "rollouts=files",
+        f"rollouts.path='{rollouts}'",
+        f"batch.samples_per_step={samples}",
+        f"trainer.max_steps={steps}",
+        "scoring.check_interval=0",
+        "callbacks.progress=false",
+        "callbacks.pictures=false",
+    ]
+
+
+def write_steps(lengths: np.ndarray, *, overrides: Sequence[str], rollouts: Path, samples: int) -> None:
+    """One file an update."""
+    config = compose(list(overrides), run_dir=str(rollouts.parent))
+    layout = config.model.expert_layout
+    assert layout is not None, "both models have experts"
+    for step in range(config.trainer.max_steps):
+        drawn = list(samples_of(lengths, step=step, count=samples, layout=layout))
+        found = Collection(samples=drawn, layout=layout, source="given lengths")
+        write_collection(found, rollouts / f"collection-{step:05d}.parquet")
 
 
 def samples_of(lengths: np.ndarray, *, step: int, count: int, layout: ExpertLayout) -> Iterator[Sample]:

@@ -39,10 +39,10 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.packs import PackContext
 from olmo_rl.policy import kernels
-from olmo_rl.policy.attention import DocumentAttention, document_attention, rotate
+from olmo_rl.policy.attention import DocumentAttention, document_attention, rotate, rotation
 from olmo_rl.types import Refusal
 
-LENGTHS = (5, 1, 2, 17, 9, 3)
+LENGTHS = (5, 1, 2, 17, 9, 5, 3, 1)  # two lengths twice: short documents share calls
 
 
 def context_of(lengths: Sequence[int]) -> PackContext:
@@ -205,16 +205,16 @@ def test_decode_steps_equal_the_packed_forward(window: int | None, changes: dict
 def test_rotation_leaves_scores_to_the_distance_alone_and_keeps_lengths() -> None:
     q, k = normal(1, 1, 8, seed=1), normal(1, 1, 8, seed=2)
 
+    def turned(x: Tensor, position: int) -> Tensor:
+        return rotate(x, rotation(torch.tensor([position]), head_dim=8, theta=100.0, dtype=x.dtype))
+
     def score(a: int, b: int) -> Tensor:
-        return (
-            rotate(q, positions=torch.tensor([a]), theta=100.0)
-            * rotate(k, positions=torch.tensor([b]), theta=100.0)
-        ).sum()
+        return (turned(q, a) * turned(k, b)).sum()
 
     assert (score(7, 4) - score(103, 100)).abs() < 1e-12
     assert (score(7, 4) - score(7, 5)).abs() > 1e-3
-    assert (rotate(q, positions=torch.tensor([5]), theta=100.0).norm() - q.norm()).abs() < 1e-12
-    assert torch.equal(rotate(q, positions=torch.tensor([0]), theta=100.0), q)
+    assert (turned(q, 5).norm() - q.norm()).abs() < 1e-12
+    assert torch.equal(turned(q, 0), q)
 
 
 def test_the_layer_takes_positions_from_the_context() -> None:

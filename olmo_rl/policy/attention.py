@@ -12,11 +12,15 @@ width, B sequences of a decode batch, M the longest sequence of a decode state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from olmo_rl.backends import ATTENTION_BACKENDS
@@ -24,7 +28,11 @@ from olmo_rl.config import ModelConfig, QkNorm
 from olmo_rl.data.packs import PackContext
 from olmo_rl.policy import kernels
 from olmo_rl.policy.compiling import region
+from olmo_rl.policy.norms import RMSNorm
 from olmo_rl.types import Refusal
+
+# Documents below so many tokens share a call; batches of longer ones cost more in copies than they save.
+_SHORT = 32
 
 Kernel = Callable[[Tensor, Tensor, Tensor, PackContext, int | None], Tensor]
 
@@ -57,29 +65,71 @@ def document_attention(
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """One document on its own: q [H, n, d], k and v [G, n, d] -> [H, n, d]."""
-    length = q.shape[-2]
-    grouped = q.shape[-3] != k.shape[-3]
-    q, k, v = q[None], k[None], v[None]
+    """Documents of one length: q [n, H, length, d], k and v [n, G, length, d] -> [n, H, length, d]."""
+    length, grouped = q.shape[-2], q.shape[-3] != k.shape[-3]
     if window is None or length <= window:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)[0]
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
     seen = (age >= 0) & (age < window)
-    return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)[0]
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+
+
+def _batches(boundaries: Sequence[int]) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+    """The order of rows in which documents that share a length below `_SHORT` lie side by side, behind the
+    others, and every batch of them as (documents, length). It follows the lengths alone, never values.
+    """
+    edges = np.asarray(boundaries, dtype=np.int64)
+    starts, lengths = edges[:-1], np.diff(edges)
+    shared = np.bincount(lengths)[lengths] > 1
+    keys = np.where(shared & (lengths < _SHORT), lengths, 0)
+    order = np.argsort(keys, kind="stable")
+    alone = int((keys == 0).sum())
+    sizes, counts = np.unique(keys[order[alone:]], return_counts=True)
+    batches = [(1, int(length)) for length in lengths[order[:alone]]]
+    batches += [(int(count), int(size)) for size, count in zip(sizes, counts, strict=True)]
+    ends = np.cumsum(lengths[order])
+    rows = np.arange(edges[-1]) + np.repeat(starts[order] - (ends - lengths[order]), lengths[order])
+    return rows, batches
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows [T, ...] in another order. The gradient is the inverse permutation, not a sum into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return d_out.index_select(0, inverse), None, None
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, context: PackContext, window: int | None) -> Tensor:
-    """The reference: one call per document. `split`, not slices: the gradient of a slice fills the whole
-    row.
+    """The reference: one call per document, and per length of short ones. `split`, not slices: the gradient
+    of a slice fills the whole row.
     """
-    lengths = [b - a for a, b in zip(context.boundaries, context.boundaries[1:], strict=False)]
-    documents = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q, k, v)), strict=True)
-    return torch.cat([_causal(dq, dk, dv, window) for dq, dk, dv in documents], dim=1).transpose(0, 1)
+    rows, batches = _batches(context.boundaries)
+    moved = len(batches) < len(context.boundaries) - 1
+    if moved:
+        order = torch.from_numpy(rows).to(q.device, non_blocking=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=q.device))
+        q, k, v = (_Permuted.apply(x, order, inverse) for x in (q, k, v))
+    parts = [x.split([count * length for count, length in batches]) for x in (q, k, v)]
+    outputs = []
+    for (count, length), *inputs in zip(batches, *parts, strict=True):
+        dq, dk, dv = (x.unflatten(0, (count, length)).transpose(1, 2) for x in inputs)
+        outputs.append(_causal(dq, dk, dv, window).transpose(1, 2).flatten(0, 1))
+    out = torch.cat(outputs)
+    return _Permuted.apply(out, inverse, order) if moved else out
 
 
 def _whole_row(q: Tensor, k: Tensor, v: Tensor, context: PackContext, window: int | None) -> Tensor:
     """The row as one document; `document_attention` has refused any other."""
-    return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), window).transpose(0, 1)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return _causal(q, k, v, window)[0].transpose(0, 1)
 
 
 _KERNELS: Mapping[str, Kernel] = MappingProxyType(
@@ -94,25 +144,34 @@ _KERNELS: Mapping[str, Kernel] = MappingProxyType(
 )
 
 
-def rotate(x: Tensor, *, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding of x [..., heads, d] at integer `positions` [...]: channel i turns with channel i +
-    d/2.
-    """
-    half = x.shape[-1] // 2
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    rate = theta ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+class Rotation(NamedTuple):
+    """Rotary embedding at T positions: `cos` and `sin` [T, 1, d], channel i turning with channel i + d/2."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(positions: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """The angles of integer `positions` [...] for heads of `head_dim` channels, at least in float32."""
+    half, dtype = head_dim // 2, torch.promote_types(dtype, torch.float32)
+    rate = theta ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)
     angle = (positions.to(dtype)[..., None] * rate)[..., None, :]
     cos, sin = angle.cos(), angle.sin()
-    a, b = x.to(dtype).split(half, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    return Rotation(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
 
 
-def _qk_norm(config: ModelConfig, *, heads: int) -> nn.RMSNorm | None:
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """x [..., heads, d] turned by its rows' angles, in x's dtype."""
+    wide = x.to(by.cos.dtype)
+    return (wide * by.cos + wide.roll(x.shape[-1] // 2, dims=-1) * by.sin).to(x.dtype)
+
+
+def _qk_norm(config: ModelConfig, *, heads: int) -> RMSNorm | None:
     """The norm of queries or keys: of one head's channels, of all `heads` at once, or none."""
     if config.qk_norm is QkNorm.none:
         return None
     width = config.head_dim * (1 if config.qk_norm is QkNorm.head else heads)
-    return nn.RMSNorm(width, eps=config.norm_eps)
+    return RMSNorm(width, eps=config.norm_eps)
 
 
 class DocumentAttention(nn.Module):
@@ -176,8 +235,8 @@ class DocumentAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.by_head:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
-            q = rotate(q, positions=positions, theta=self.rope_theta)
-            k = rotate(k, positions=positions, theta=self.rope_theta)
+            angles = rotation(positions, head_dim=self.head_dim, theta=self.rope_theta, dtype=q.dtype)
+            q, k = rotate(q, angles), rotate(k, angles)
         return q, k, v
 
 

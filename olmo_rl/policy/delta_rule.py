@@ -199,7 +199,9 @@ class _ChunkedDelta(torch.autograd.Function):
     ) -> Tensor:
         """q, k, g [N, H, C, K], v [N, H, C, V], beta [N, H, C, 1] -> o [N, H, C, V]; q is already scaled."""
         decay = g.exp()
-        rows = torch.stack([beta * k * decay, q * decay], dim=2)
+        rows = q.new_empty(*q.shape[:2], 2, *q.shape[2:])
+        torch.mul(beta * k, decay, out=rows[:, :, 0])
+        torch.mul(q, decay, out=rows[:, :, 1])
         columns = k.clone()
         scores, levels, total = _scores(rows, columns, decay)
         solve, read = scores.unbind(2)
@@ -249,8 +251,8 @@ class _ChunkedDelta(torch.autograd.Function):
                 earlier.addcmul_(total[before, :, :, None], d_state)
         # Z solves (I + A) Z = Y: the gradient of Y is the transposed solve, that of A its product with Z.
         d_input = torch.linalg.solve_triangular(solve.mT, d_values, upper=True, unitriangular=True)
-        d_scores = torch.stack([d_input @ -values.mT, d_out @ values.mT], dim=2)
-        d_rows[later, :, 0] = d_input[later] @ -states.mT
+        d_scores = torch.stack([(d_input @ values.mT).neg_(), d_out @ values.mT], dim=2)
+        d_rows[later, :, 0] = (d_input[later] @ states.mT).neg_()
         d_rows[later, :, 1] = d_out[later] @ states.mT
         if steps:
             previous = _previous(steps, device=q.device)
@@ -262,13 +264,14 @@ class _ChunkedDelta(torch.autograd.Function):
         _scores_backward(d_scores, d_rows, d_columns, levels)
         d_rows *= decay[:, :, None]  # now with respect to b k and q
         d_key, d_query = d_rows.unbind(2)
-        d_prefix = beta * k * d_key + q * d_query - k * d_columns
+        by_key = k * d_key
+        d_beta = by_key.sum(-1, keepdim=True) + (v * d_input).sum(-1, keepdim=True)
+        d_prefix = by_key.mul_(beta).addcmul_(q, d_query).addcmul_(k, d_columns, value=-1)
         d_prefix[:, :, -1] += d_end
-        d_g = d_prefix.flip(2).cumsum(2).flip(2)
+        d_g = d_prefix.new_ones(CHUNK, CHUNK).triu_() @ d_prefix  # sums from each token to the chunk's end
         d_read = d_scores[:, :, 1].diagonal(dim1=2, dim2=3)[..., None]
-        d_query += d_read * k
-        d_beta = (k * d_key).sum(-1, keepdim=True) + (v * d_input).sum(-1, keepdim=True)
-        return d_query, d_columns + beta * d_key + d_read * q, beta * d_input, d_g, d_beta, None
+        d_columns.addcmul_(beta, d_key).addcmul_(d_read, q)
+        return d_query.addcmul_(d_read, k), d_columns, beta * d_input, d_g, d_beta, None
 
 
 def kda_chunked(

@@ -29,6 +29,7 @@ from olmo_rl.mixers import Family, mixer_of
 from olmo_rl.policy.compiling import region
 from olmo_rl.policy.logprobs import Head, LogprobRequest, Logprobs
 from olmo_rl.policy.moe import MixtureOfExperts, RouterStatistics, SwiGLU, recomputed
+from olmo_rl.policy.norms import RMSNorm
 from olmo_rl.policy.sharded import draw_parameter, local_part
 from olmo_rl.types import Refusal
 
@@ -54,11 +55,11 @@ class Block(nn.Module):
         self.moe_enabled = layer in config.routed_layers
         before = config.block_norms is not BlockNorms.after
         after = config.block_norms is not BlockNorms.before
-        self.mixer_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if before else None
+        self.mixer_norm = RMSNorm(config.dim, eps=config.norm_eps) if before else None
         self.mixer = build_mixer(config, layer=layer, attention=attention, linear=linear)
-        self.mixer_out_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if after else None
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if before else None
-        self.ffn_out_norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if after else None
+        self.mixer_out_norm = RMSNorm(config.dim, eps=config.norm_eps) if after else None
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps) if before else None
+        self.ffn_out_norm = RMSNorm(config.dim, eps=config.norm_eps) if after else None
         if self.moe_enabled:
             self.moe = MixtureOfExperts(config, layer=layer)
         else:
@@ -168,7 +169,7 @@ class HybridDecoder(nn.Module):
                 for i in range(len(config.layer_types))
             }
         )
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.lm_head = Head(config.dim, vocab_size=config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight

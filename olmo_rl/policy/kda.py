@@ -26,8 +26,11 @@ from olmo_rl.data.packs import PackContext
 from olmo_rl.policy.compiling import region
 from olmo_rl.policy.delta_rule import kda_chunked, kda_step
 from olmo_rl.policy.kernels import fla_convolution, fla_delta_rule
+from olmo_rl.policy.norms import RMSNorm
 from olmo_rl.policy.sharded import draw_parameter
 from olmo_rl.types import Refusal
+
+_CACHED_ROWS = 256  # rows that stay in a core's cache between the taps of the convolution's backward
 
 
 class _PaddedConvolution(torch.autograd.Function):
@@ -53,12 +56,13 @@ class _PaddedConvolution(torch.autograd.Function):
         rows, taps, slots = ctx.saved_tensors
         reach = len(taps) - 1
         d_mixed = d_out.new_zeros(len(rows) - reach, d_out.shape[1]).index_copy_(0, slots - reach, d_out)
-        d_rows = torch.zeros_like(rows)
-        d_taps = torch.empty_like(taps)
-        for i in range(reach + 1):
-            span = slice(i, i + len(d_mixed))
-            d_rows[span].addcmul_(d_mixed, taps[i])
-            d_taps[i] = (rows[span] * d_mixed).sum(0)
+        d_rows, d_taps = torch.zeros_like(rows), torch.zeros_like(taps)
+        for start in range(0, len(d_mixed), _CACHED_ROWS):
+            part = d_mixed[start : start + _CACHED_ROWS]
+            for i in range(reach + 1):
+                span = slice(start + i, start + i + len(part))
+                d_rows[span].addcmul_(part, taps[i])
+                d_taps[i] += (rows[span] * part).sum(0)
         return d_rows.index_select(0, slots), d_taps.t(), None, None
 
 
@@ -190,7 +194,7 @@ class KimiDeltaAttention(nn.Module):
         self.g_proj_1 = nn.Linear(config.dim, self.head_dim, bias=False)
         self.g_proj_2 = nn.Linear(self.head_dim, width, bias=True)
         self.decay = DecayGate(self.heads, head_dim=self.head_dim)
-        self.o_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
+        self.o_norm = RMSNorm(self.head_dim, eps=config.norm_eps)
         self.wo = nn.Linear(width, config.dim, bias=False)
 
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:

@@ -30,6 +30,7 @@ from olmo_rl.config import AuxGrouping, CountSource, LossConfig, ModelConfig, Re
 from olmo_rl.data.packs import PackContext, RouteMode
 from olmo_rl.policy import titan
 from olmo_rl.policy.compiling import region
+from olmo_rl.policy.norms import RMSNorm
 from olmo_rl.types import Refusal
 
 
@@ -120,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         )
         latent = config.latent_dim is not None
         self.latent_down = nn.Linear(config.dim, width, bias=False) if latent else None
-        self.latent_norm = nn.RMSNorm(width, eps=config.norm_eps) if latent and config.latent_norm else None
+        self.latent_norm = RMSNorm(width, eps=config.norm_eps) if latent and config.latent_norm else None
         self.latent_up = nn.Linear(width, config.dim, bias=False) if latent else None
 
     def forward(
