@@ -496,7 +496,10 @@ class RolloutsConfig:
         64, "vllm, sglang: requests in flight at once, for each rank", min=1, needs=_ENGINES
     )
     timeout_seconds: float = key(
-        600.0, "vllm, sglang: of one request, and of the wait for a ready engine", above=0, needs=_ENGINES
+        600.0, "vllm, sglang: of one attempt at one request", above=0, needs=_ENGINES
+    )
+    wait_seconds: float = key(
+        1800.0, "vllm, sglang: all engines may be gone for this long", above=0, needs=_ENGINES
     )
     retries: int = key(
         4,

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +58,7 @@ from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.sharded import whole_weights
 from olmo_rl.policy.weights import read_weights
-from olmo_rl.rollouts.engines import RemoteEngine
+from olmo_rl.rollouts.engines import RemoteEngine, Wait
 from olmo_rl.running.callbacks import ContractLog
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.trainer import build_trainer
@@ -326,6 +327,12 @@ def converse(rank: Rank) -> None:
         rank.run(f"{name} data", sft.train, config)
 
 
+def ready() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
 @dataclass(eq=False)
 class Engines:
     """A client of engines that records publications."""
@@ -338,13 +345,15 @@ class Engines:
     def versions(self) -> dict[str, int | None]:
         return {"http://engine": max(self.published)}
 
-    def publish(self, path: str, version: int) -> None:
+    def publish(self, path: str, version: int, *, wait: Wait) -> None:
+        wait(ready())
         if self.full:
             raise Refusal("no engine could be updated")
         self.published[version] = path
 
-    def hold(self) -> None:
+    def hold(self, *, wait: Wait) -> None:
         """No request is under way."""
+        wait(ready())
 
     def adopt(self, path: str, version: int, *, versions: dict[str, int | None]) -> None:
         assert versions == {"http://engine": version}

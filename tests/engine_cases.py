@@ -6,6 +6,7 @@ Every server listens on a real socket of its own, in a thread of this process.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,26 @@ MODEL = ModelConfig(
     top_k=2,
     expert_hidden=16,
     max_seq_len=32,
+)
+# The same as keys of a command.
+MODEL_KEYS = (
+    "model=dense_tiny",
+    "model.layer_types=[full_attention,full_attention,full_attention]",
+    *(
+        f"model.{name}={json.dumps(getattr(MODEL, name))}"
+        for name in (
+            "dim",
+            "dense_layers",
+            "dense_hidden",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "num_experts",
+            "top_k",
+            "expert_hidden",
+            "max_seq_len",
+        )
+    ),
 )
 assert MODEL.expert_layout is not None
 AXIS = RouteAxis(layout=MODEL.expert_layout, num_layers=3)

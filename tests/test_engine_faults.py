@@ -112,6 +112,36 @@ def test_an_engine_of_an_older_program_is_refused_by_name(api: Source, program: 
         assert engine.calls == [], "nothing was changed"
 
 
+def test_all_engines_may_be_gone_for_longer_than_a_request_may_take() -> None:
+    """Before a publication and with a request to ask; at once only where no engine ever took weights."""
+    engine = StandIn(reply=answer_of)
+    with client_of("http://127.0.0.1:1", timeout_seconds=1.0, wait_seconds=60.0, retries=1) as remote:
+        with listening(engine.application()) as url:
+            remote.engines[0].url = url
+            remote.publish("step-1", 1)
+        back = threading.Event()
+
+        def restart() -> None:
+            time.sleep(4)
+            engine.label = "default"  # with its start weights
+            with listening(engine.application(), port=int(url.rpartition(":")[2])):
+                back.wait(60)
+
+        gone = threading.Thread(target=restart)
+        gone.start()
+        try:
+            future = remote.start(ONE, max_new_tokens=4, stop_token=None, temperature=1.0, top_p=1.0, seed=0)
+            remote.publish("step-2", 2)
+            (answer,) = future.result(60)
+        finally:
+            back.set()
+            gone.join()
+        assert answer is not None
+        assert answer.policy_version == 2
+        assert remote.counts.abandoned == 0
+        assert engine.loads == ["step-1", "step-2"]
+
+
 @pytest.mark.parametrize("status", [503, 404])
 def test_an_engine_that_is_not_healthy_takes_no_weights(status: int) -> None:
     engine = StandIn(reply=answer_of, health=status)
@@ -263,7 +293,7 @@ def test_the_latest_cause_is_shown_and_it_is_the_deepest() -> None:
     def reply(body: dict[str, Any]) -> Any:
         return web.Response(status=500)
 
-    with client_of("http://127.0.0.1:1", timeout_seconds=3.0, retries=50) as remote:
+    with client_of("http://127.0.0.1:1", wait_seconds=3.0, retries=50) as remote:
         with listening(StandIn(reply=reply).application()) as url:
             remote.engines[0].url = url
             remote.publish("a", 1)

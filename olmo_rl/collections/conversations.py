@@ -10,12 +10,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from olmo_rl.collections.rank_agreement import outcome, together
 from olmo_rl.config import Config, Overlong
 from olmo_rl.data.chat import Document, render, supervised_sample, too_long, within
 from olmo_rl.data.chat_files import ChatStream
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.data.turns import ChatRow
+from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 

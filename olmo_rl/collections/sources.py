@@ -9,6 +9,7 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from olmo_rl.collections.generation import RolloutParts
-from olmo_rl.collections.rank_agreement import outcome, together
 from olmo_rl.config import Config, RolloutsConfig
 from olmo_rl.config import Source as SourceKind
 from olmo_rl.data.files import collection_paths
@@ -26,6 +26,7 @@ from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
 from olmo_rl.tasks.problems import Problem
+from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Collection, Sample, Sampling
 
@@ -68,7 +69,9 @@ class FileSource:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Asked:
-    """The requests of one round over all ranks, as (group, id, problem), this rank's, and its answers."""
+    """The requests of one round over all ranks, as (group, id, problem), this rank's, and its answers;
+    `answered` by serving engines, of whose time nobody knows how long it takes.
+    """
 
     key: tuple[int, int, int]
     requests: list[tuple[str, str, Problem]]
@@ -76,6 +79,7 @@ class Asked:
     answers: Callable[[], Sequence[Generation | None]]
     drawn: Mapping[str, int]  # what the task counted at this rank while it drew the problems
     counts: Counts | None = None  # of a serving engine, whole once the answers are there
+    answered: Future[list[Generation | None]] | None = None
 
 
 class GeneratingSource:
@@ -101,6 +105,8 @@ class GeneratingSource:
         asked = self._ahead
         if asked is None or asked.key != key:
             asked = self._ask(key)
+        if asked.answered is not None:
+            self._strategy.meet(asked.answered)
         parts = together(self._strategy.gather_objects(outcome(lambda: self._judged(asked))))
         by_id = {sample.id: sample for mine, _ in parts for sample in mine}
         collection = Collection(
@@ -162,8 +168,16 @@ class GeneratingSource:
         }
         if isinstance(self._engine, RemoteEngine):
             counts = Counts()
-            answers = self._engine.start(prompts, counts=counts, **settings).result
-            return Asked(key=key, requests=requests, mine=mine, answers=answers, counts=counts, drawn=counted)
+            answered = self._engine.start(prompts, counts=counts, **settings)
+            return Asked(
+                key=key,
+                requests=requests,
+                mine=mine,
+                answers=answered.result,
+                counts=counts,
+                drawn=counted,
+                answered=answered,
+            )
         generate = partial(self._engine.generate, prompts, **settings)
         return Asked(key=key, requests=requests, mine=mine, answers=generate, drawn=counted)
 

@@ -17,7 +17,6 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
-from olmo_rl.collections.rank_agreement import outcome, together
 from olmo_rl.collections.step_loader import StepLoader
 from olmo_rl.config import Config
 from olmo_rl.data.chat import supervised_sample
@@ -27,6 +26,7 @@ from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.planning.packing import plan_step, unpacked_plan
 from olmo_rl.tasks.problems import Problem, Task, demonstration
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 

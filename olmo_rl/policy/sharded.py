@@ -7,7 +7,8 @@ local shards are sums over the model. All functions accept models that are not s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 T = TypeVar("T")
 Read = Callable[[str], Tensor]
+_MEETING = ""  # announced in place of a parameter's name
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -146,33 +148,49 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ParameterReader:
-    """Whole parameters for rank 0, one at a time: beside its shards, a rank contains one parameter."""
+    """Whole parameters for rank 0, one at a time: beside its shards, a rank contains one parameter.
 
-    def __init__(self, model: nn.Module) -> None:
+    `meet` returns once the future of every rank is done, as `ExpertParallelStrategy.meet` does.
+    """
+
+    def __init__(self, model: nn.Module, *, meet: Callable[[Future[Any] | None], None]) -> None:
         reshard(model)  # so that the parameters below are the shards that the optimizer updates
         self._parameters = dict(model.named_parameters())
+        self._meet = meet
         self.shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._sharded = any(isinstance(p, DTensor) for p in self._parameters.values())
 
     def on_rank_zero(self, work: Callable[[Read], T]) -> T | None:
         """Call `work` on rank 0 with a function that reads a whole parameter by name, float32, and return its
-        result; None on the other ranks, which take part in each read until `work` ends. A collective.
+        result; None on the other ranks, which take part in each read and each `wait` until `work` ends. A
+        collective.
         """
         if self._sharded and dist.get_rank() > 0:
             while (name := self._announce(None)) is not None:
-                whole(self._parameters[name])
+                if name == _MEETING:
+                    self._meet(None)
+                else:
+                    whole(self._parameters[name])
             return None
         try:
             return work(self._read)
         finally:
             self._announce(None)
 
+    def wait(self, future: Future[T]) -> T:
+        """On rank 0, inside `work`: the result of something outside this job, for which no rank waits inside
+        a collective.
+        """
+        self._announce(_MEETING)
+        self._meet(future)
+        return future.result()
+
     def _read(self, name: str) -> Tensor:
         self._announce(name)
         return whole(self._parameters[name])
 
     def _announce(self, name: str | None) -> str | None:
-        """Return the name that rank 0 reads next; None where it reads no more."""
+        """Return the name that rank 0 reads next, or that it waits; None where it reads no more."""
         if not self._sharded:
             return name
         message = [name]

@@ -18,7 +18,7 @@ import asyncio
 import hashlib
 import random
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,8 @@ from olmo_rl.types import Refusal
 T = TypeVar("T")
 
 CPU = torch.device("cpu")
+# How a caller waits for calls to engines: alone, or together with other ranks, which then return early.
+Wait = Callable[[Future[Any]], object]
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 10.0
 
@@ -111,8 +113,13 @@ class RemoteEngine:
     async def _open(self) -> httpx.AsyncClient:
         return client_with(token=self._config.token)
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, work: Coroutine[Any, Any, T], *, wait: Wait = Future.result) -> T:
+        future = self._start(work)
+        wait(future)
+        return future.result()
 
     def close(self) -> None:
         """Let go of requests, connections and thread."""
@@ -129,49 +136,43 @@ class RemoteEngine:
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
 
-    def hold(self) -> None:
+    def hold(self, *, wait: Wait = Future.result) -> None:
         """Give no engine the present weights any more: newer ones are about to be published, by whichever
         process. Until they are, an answer may come from them, and counts as one of the older. Every rank
         calls this before rank 0 publishes.
         """
-        self._call(self._fleet.hold())
+        self._call(self._fleet.hold(), wait=wait)
 
-    def publish(self, path: str, version: int) -> None:
+    def publish(self, path: str, version: int, *, wait: Wait = Future.result) -> None:
         """Pause -> update from `path` -> check -> resume every engine that answers. An engine that fails
-        keeps its old version and gets no request until it has caught up. Refused where none is left.
+        keeps its old version and gets no request until it has caught up. Where all fail they are tried again
+        for `rollouts.wait_seconds`, unless none of them ever took weights; then refused.
         """
-        self.hold()
-        self._fleet.published = path
-        self._fleet.version = version
-        deadline = Deadline(self._fleet.patience)
-        self._call(self._fleet.each(self.engines, partial(self._fleet.bring_up_to_date, deadline=deadline)))
-        self._fleet.held = False
-        self._fleet.refuse_without_engines()
+        self.hold(wait=wait)
+        self._call(self._fleet.publish(path, version), wait=wait)
 
-    def broadcast(self, buckets: Iterable[Mapping[str, Tensor]], version: int) -> None:
+    def broadcast(
+        self, buckets: Iterable[Mapping[str, Tensor]], version: int, *, wait: Wait = Future.result
+    ) -> None:
         """The same without files: buckets of tensors by the engines' names, one after another. An engine that
         comes back later waits for the next publication.
         """
-        self.hold()
-        self._fleet.published = None
-        self._fleet.version = version
-        deadline = Deadline(self._fleet.patience)
-        begin = partial(self._control.begin_broadcast, deadline=deadline)
-        ready = self._call(self._fleet.each(self.engines, begin))
+        self.hold(wait=wait)
+        fleet = self._fleet
+        deadline = Deadline(fleet.patience)
+        ready = self._call(fleet.begin_broadcast(version, deadline=deadline), wait=wait)
         for number, bucket in enumerate(buckets):
             send = partial(self._control.send, bucket=bucket, version=version)
-            sent = self._call(self._fleet.each(ready, send))
+            sent = self._call(fleet.each(ready, send), wait=wait)
             if number == 0:  # one that was started again since the last broadcast has left its group
+                begin = partial(self._control.begin_broadcast, deadline=deadline)
                 lost = [engine for engine in ready if engine not in sent]
-                again = self._call(self._fleet.each(lost, begin))
-                sent += self._call(self._fleet.each(again, send))
+                again = self._call(fleet.each(lost, begin), wait=wait)
+                sent += self._call(fleet.each(again, send), wait=wait)
             ready = sent
             if not ready:
                 break  # nobody is left to read the rest for
-        end = partial(self._control.end_broadcast, version=version, deadline=deadline)
-        self._call(self._fleet.each(ready, end))
-        self._fleet.held = False
-        self._fleet.refuse_without_engines()
+        self._call(fleet.end_broadcast(ready, version, deadline=deadline), wait=wait)
 
     @property
     def versions(self) -> dict[str, int | None]:
@@ -219,7 +220,7 @@ class RemoteEngine:
         counts = self.counts if counts is None else counts
         counts.asked += len(requests)
         work = self._all(requests, body=body, seed=seed, counts=counts)
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._start(work)
 
     def _sampling(
         self, max_new_tokens: int, *, stop_token: int | None, temperature: float, top_p: float
@@ -266,19 +267,21 @@ class RemoteEngine:
                 task.cancel()
 
     async def _served_model(self) -> str:
-        """The first model that an engine names."""
-        for engine in self.engines:
+        """The first model that a ready engine names."""
+        for attempt in range((self._config.retries + 1) * len(self.engines)):
+            engine = await self._fleet.pick()
             try:
                 reply = await self._exchange(engine, "GET", "/v1/models")
-                listed = reply.json()
-                name = listed["data"][0]["id"]
-            except (KeyError, IndexError, TypeError) as error:
-                self._fleet.failed(engine, EngineFault(f"/v1/models: {type(error).__name__}"))
-            except EngineFault as fault:
-                self._fleet.failed(engine, fault)
-            else:
+                name = reply.json()["data"][0]["id"]
                 if isinstance(name, str):
                     return name
+                fault = EngineFault("/v1/models: the name of a model is no text")
+            except (KeyError, IndexError, TypeError) as error:
+                fault = EngineFault(f"/v1/models: {type(error).__name__}")
+            except EngineFault as caught:
+                fault = caught
+            self._fleet.failed(engine, fault)
+            await asyncio.sleep(_backoff(attempt))
         raise Refusal("rollouts.urls: no engine names a model at /v1/models: set rollouts.served_model")
 
     async def _exchange(self, engine: Engine, method: str, path: str, **options: Any) -> Reply:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from olmo_rl.config import PauseMode, PublicationKind, RolloutsConfig
 from olmo_rl.rollouts.control import Control, Engine
@@ -43,6 +44,44 @@ class Fleet:
         for engine in self.engines:
             async with engine.control:
                 pass
+
+    async def publish(self, path: str, version: int) -> None:
+        """Have every engine that answers read `path`; refused where none does."""
+        first, self.published, self.version = self.version is None, path, version
+
+        async def all_at_once() -> list[Engine]:
+            deadline = Deadline(self.patience)
+            return await self.each(self.engines, partial(self.bring_up_to_date, deadline=deadline))
+
+        await self._until_one(all_at_once, first=first)
+        self.held = False
+        self.refuse_without_engines()
+
+    async def begin_broadcast(self, version: int, *, deadline: Deadline) -> list[Engine]:
+        """The engines that joined rank 0, ready for tensors."""
+        first, self.published, self.version = self.version is None, None, version
+        begin = partial(self.control.begin_broadcast, deadline=deadline)
+        return await self._until_one(lambda: self.each(self.engines, begin), first=first)
+
+    async def end_broadcast(self, ready: Sequence[Engine], version: int, *, deadline: Deadline) -> None:
+        """Resume the engines that have all tensors; refused where there is none."""
+        await self.each(ready, partial(self.control.end_broadcast, version=version, deadline=deadline))
+        self.held = False
+        self.refuse_without_engines()
+
+    async def _until_one(
+        self, attempt: Callable[[], Awaitable[list[Engine]]], *, first: bool
+    ) -> list[Engine]:
+        """The engines that took part, tried again while there is none. At the `first` publication there is no
+        second try: a wrong address never answers.
+        """
+        patience = Deadline(0.0 if first else self._config.wait_seconds)
+        while True:
+            ready = await attempt()
+            unsupported = any(isinstance(engine.latest, UnsupportedEngine) for engine in self.engines)
+            if ready or unsupported or not patience.left(at_most=1.0):
+                return ready
+            await asyncio.sleep(REST_SECONDS)
 
     async def bring_up_to_date(self, engine: Engine, *, deadline: Deadline) -> None:
         """Alone with this engine's control calls, and with what is published by then."""
@@ -127,7 +166,7 @@ class Fleet:
 
     async def pick(self) -> Engine:
         """The engine with the present weights and the fewest requests under way; waits while all rest."""
-        deadline = asyncio.get_running_loop().time() + self._config.timeout_seconds
+        deadline = asyncio.get_running_loop().time() + self._config.wait_seconds
         while True:
             ready = [e for e in self.engines if not e.resting and e.version == self.version]
             if ready:
@@ -135,7 +174,7 @@ class Fleet:
             if asyncio.get_running_loop().time() > deadline:
                 raise Refusal(
                     [f"{engine.url}: {reason_of(engine)}" for engine in self.engines]
-                    + [f"rollouts.urls: no engine answered for {self._config.timeout_seconds:g} seconds"]
+                    + [f"rollouts.urls: no engine answered for {self._config.wait_seconds:g} seconds"]
                 )
             await asyncio.sleep(0.1)
 

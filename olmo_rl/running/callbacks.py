@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -14,21 +15,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from typing_extensions import override
 
 from olmo_rl.collections.generation import RolloutParts
-from olmo_rl.collections.rank_agreement import outcome, together
 from olmo_rl.collections.sources import response_text
 from olmo_rl.config import Config
 from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import Step
 from olmo_rl.planning.pictures import draw_packs
 from olmo_rl.policy.compiling import Graph
-from olmo_rl.policy.engine import Request
+from olmo_rl.policy.engine import Generation, Request
+from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.run_directory import FORMAT_VERSION, LOG_EVENT, log_fault, whole_lines
 from olmo_rl.tasks.problems import Problem
 from olmo_rl.training.module import PolicyModule
+from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.step import StepResult
 from olmo_rl.training.step_report import events_of, metrics_of
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
+
+Answers = Sequence[Generation | None]
 
 
 class ContractLog(Callback):
@@ -179,7 +183,10 @@ class Evaluation(Callback):
             drawn = strategy.from_rank_zero(lambda: outcome(lambda: self._parts.task.held_out(count)))
             (self._problems,) = together([drawn])
         mine = self._problems[strategy.global_rank :: strategy.world_size]
-        parts = together(strategy.gather_objects(outcome(lambda: self._judged(mine))))
+        asked = outcome(lambda: self._ask(mine))
+        if isinstance(self._parts.engine, RemoteEngine):  # whose answers take as long as they take
+            strategy.meet(asked if isinstance(asked, Future) else None)
+        parts = together(strategy.gather_objects(outcome(lambda: self._judged(mine, asked=asked))))
         verdicts = sum((mean for _, mean in parts), Mean())
         self.results[trainer.global_step] = verdicts.value
         self._contract.write(
@@ -192,16 +199,30 @@ class Evaluation(Callback):
         )
         return verdicts.value
 
-    def _judged(self, problems: list[Problem]) -> tuple[int, Mean]:
+    def _ask(self, problems: list[Problem]) -> Answers | Future[list[Generation | None]]:
+        """The greedy answers to these problems, or their future where serving engines give them."""
+        requests = [
+            Request(id=problem.prompt, tokens=self._parts.tokenizer.encode(problem.prompt))
+            for problem in problems
+        ]
+        settings: dict[str, Any] = {
+            "max_new_tokens": self._config.rollouts.max_new_tokens,
+            "stop_token": self._parts.tokenizer.eos_id,
+            "seed": 0,
+        }
+        engine = self._parts.engine
+        if isinstance(engine, RemoteEngine):
+            return engine.start(requests, temperature=0.0, top_p=1.0, **settings)
+        return engine.generate(requests, greedy=True, **settings)
+
+    def _judged(
+        self, problems: list[Problem], *, asked: Answers | Future[list[Generation | None]] | Refusal
+    ) -> tuple[int, Mean]:
         """How many of these problems were answered, and the mean verdict of those that were judged."""
         tokenizer, task = self._parts.tokenizer, self._parts.task
-        generations = self._parts.engine.generate(
-            [Request(id=problem.prompt, tokens=tokenizer.encode(problem.prompt)) for problem in problems],
-            max_new_tokens=self._config.rollouts.max_new_tokens,
-            stop_token=tokenizer.eos_id,
-            greedy=True,
-            seed=0,
-        )
+        if isinstance(asked, Refusal):
+            raise asked
+        generations = asked.result() if isinstance(asked, Future) else asked
         answered = [
             (problem, generation)
             for problem, generation in zip(problems, generations, strict=True)

@@ -16,9 +16,9 @@ from olmo_rl.hf.writing import buckets, export_read, is_single_file, written_dty
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.sharded import ParameterReader, Read, whole_weights
 from olmo_rl.policy.weights import save_weights
-from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import RouteAxis
+from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
 
@@ -30,11 +30,7 @@ def build_remote(config: Config, *, device: torch.device) -> RemoteEngine:
     """This rank's client, on its device, of the engines that `rollouts.urls` names."""
     layout = config.model.expert_layout if config.replay else None
     axis = None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
-    # The other ranks wait for rank 0 while it calls, and their process group has a time limit of its own.
-    patience = min(CONTROL_TIMEOUT_SECONDS, config.strategy.timeout_seconds / 2)
-    return RemoteEngine(
-        config.rollouts, axis=axis, vocab_size=config.model.vocab_size, device=device, patience=patience
-    )
+    return RemoteEngine(config.rollouts, axis=axis, vocab_size=config.model.vocab_size, device=device)
 
 
 class LocalPublication:
@@ -68,23 +64,29 @@ class Publication:
 
     def __call__(self, decoder: nn.Module, version: int) -> None:
         if self._reader is None:
-            self._reader = ParameterReader(decoder)
-        self._remote.hold()  # on every rank before rank 0 writes, which all of them wait for
-        shapes, collective = (
-            self._reader.shapes,
-            self._config.rollouts.publication is PublicationKind.collective,
+            self._reader = ParameterReader(decoder, meet=self._strategy.meet)
+        reader = self._reader
+        self._remote.hold(wait=self._strategy.meet)  # on every rank before rank 0 writes
+        found = reader.on_rank_zero(
+            lambda read: outcome(lambda: self._publish(reader, read, version=version))
         )
-        send = self._broadcast if collective else self._write
-        path = self._reader.on_rank_zero(lambda read: send(shapes, read=read, version=version))
-        outcome = self._strategy.from_rank_zero(lambda: self._told(path, version))
-        if isinstance(outcome, Refusal):
-            raise outcome
+        (path,) = together([self._strategy.from_rank_zero(lambda: found)])
+        versions = self._strategy.from_rank_zero(lambda: self._remote.versions)
         if self._strategy.global_rank > 0:
-            path, versions = outcome
             self._remote.adopt(path, version, versions=versions)
 
-    def _write(self, shapes: Shapes, *, read: Read, version: int) -> str | Refusal:
-        """Where the weights lie now, the oldest gone; a Refusal is told to all ranks before it is raised."""
+    def _publish(self, reader: ParameterReader, read: Read, *, version: int) -> str | None:
+        """On rank 0: the path of what engines have now, None where it was broadcast."""
+        if self._config.rollouts.publication is PublicationKind.collective:
+            parts = buckets(self._config.model, read=read, dtype=self._dtype)
+            self._remote.broadcast(parts, version, wait=reader.wait)
+            return None
+        path = self._write(reader.shapes, read=read, version=version)
+        self._remote.publish(path, version, wait=reader.wait)
+        return path
+
+    def _write(self, shapes: Shapes, *, read: Read, version: int) -> str:
+        """Where the weights lie now, the oldest gone."""
         single = is_single_file(self._config.model)
         path = self._directory / f"step-{version}{'.safetensors' if single else ''}"
         try:
@@ -100,10 +102,8 @@ class Publication:
                     dtype=self._dtype,
                     shard_bytes=int(self._config.export.shard_gib * 2**30),
                 )
-        except Refusal as refusal:
-            return refusal
         except (OSError, SafetensorError) as error:
-            return Refusal(f"{path}: {error}")
+            raise Refusal(f"{path}: {error}") from error
         self._drop_the_oldest()
         return str(path)
 
@@ -113,23 +113,3 @@ class Publication:
         with suppress(OSError):
             for old in sorted(published, key=lambda path: path.stat().st_mtime)[:-KEPT]:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
-
-    def _broadcast(self, shapes: Shapes, *, read: Read, version: int) -> None | Refusal:
-        del shapes
-        found = buckets(self._config.model, read=read, dtype=self._dtype)
-        try:
-            self._remote.broadcast(found, version)
-        except Refusal as refusal:
-            return refusal
-        return None
-
-    def _told(
-        self, path: str | Refusal | None, version: int
-    ) -> tuple[str | None, dict[str, int | None]] | Refusal:
-        """On rank 0: the path and versions for the other ranks, after engines have read the file."""
-        try:
-            if isinstance(path, str):
-                self._remote.publish(path, version)
-        except Refusal as refusal:
-            return refusal
-        return path if isinstance(path, Refusal) else (path, self._remote.versions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -46,6 +47,7 @@ from olmo_rl.types import Refusal, Topology
 
 T = TypeVar("T")
 
+LAP_SECONDS = 5.0  # the longest that a rank waits inside a collective for another one's requests
 TORCH_DTYPES = {
     Dtype.bfloat16: torch.bfloat16,
     Dtype.float32: torch.float32,
@@ -62,6 +64,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     def __init__(self, config: Config) -> None:
         super().__init__(timeout=timedelta(seconds=config.strategy.timeout_seconds))
+        self._lap = min(LAP_SECONDS, config.strategy.timeout_seconds / 4)
         self.topology = Topology(config.trainer.world_size, config.strategy.ep_degree)
         self.dtype = TORCH_DTYPES[config.policy.dtype]
         lower = config.expert_dtype is not config.policy.dtype
@@ -180,6 +183,21 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         otherwise.
         """
         return self.broadcast(make() if self.global_rank == 0 else cast(T, None))
+
+    def meet(self, mine: Future[Any] | None = None) -> None:
+        """Return once `mine` is done on every rank; None: this rank waits for nothing of its own.
+
+        For work outside this job, such as requests to engines: however long one rank's takes, no rank is
+        inside a collective for longer than a lap, and one that is gone or stuck is found by a collective's
+        limit. A collective of all ranks, which decide together how many laps there are.
+        """
+        done = False
+        while not done:
+            done = mine is None or bool(wait([mine], timeout=self._lap).done)
+            if self.world_size > 1:
+                flag = torch.tensor([int(done)], device=self.root_device)
+                dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+                done = bool(flag.item())
 
     def gather_objects(self, value: object) -> list[Any]:
         """The objects of all ranks, in rank order."""
