@@ -16,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --no-compile --progress-bar off --constr
 .PHONY: train test lint docs clean
 
 train: $(VENV)/.core
-	$(BIN)/python train.py +experiment=packed_moe overwrite=true $(ARGS)
+	$(BIN)/python train.py +experiment=packed_moe $(ARGS)
 
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) \

@@ -1,9 +1,9 @@
 """The command line: compose the configuration, check it, run its recipe.
 
 Exit codes are those of manual.py. In a sweep, a job that is refused or fails ends itself only; the sweep then
-ends with 2 if all failures are refusals, else with 1. Only this module, library.py and overrides.py use
-Hydra: recipes get a typed `Config`. Nothing imports torch before the recipe does, and only ranks import
-Lightning.
+ends with 2 if all failures are refusals, else with 1. Only this module, library.py, overrides.py and
+numbered_sweeps.py use Hydra: recipes get a typed `Config`. Nothing imports torch before the recipe does, and
+only ranks import Lightning.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from olmo_rl.complete_files import write_complete
 from olmo_rl.config import Config, Recipe, register
 from olmo_rl.library import prepared, run_recipe, typed_config
 from olmo_rl.manual import manual
+from olmo_rl.numbered_runs import WITHOUT_FILES, unchosen
 from olmo_rl.overrides import (
     conf_directory,
     explain_error,
     explain_forms,
     explain_typos,
     group_choices,
+    is_named,
     keep_text,
+    sets,
     texts_of,
 )
 from olmo_rl.refusals.runs import RUN_NAME
@@ -84,8 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     register()
     jobs = Jobs(parent=os.getpid())
     typed = keep_text(arguments)
-    if _rank() > 0:  # only rank 0 writes the records of the run directory
-        typed += ["hydra.output_subdir=null", "hydra/job_logging=none"]
+    if _rank() > 0:
+        typed.append("hydra/job_logging=none")
     entry = hydra.main(config_path=str(conf_directory()), config_name="train", version_base="1.3")(jobs.run)
     full_trace = os.environ.get("HYDRA_FULL_ERROR")
     program, before = sys.argv[0], sys.argv
@@ -180,8 +184,11 @@ def execute(values: DictConfig, *, parent: int) -> None:
             f"a sweep under a launcher of {world} ranks: start it without torchrun or srun, it "
             "starts the ranks of each job itself, or choose hydra/launcher=submitit_slurm"
         )
-    config = typed_config(values, run_dir=hydra.runtime.output_dir)
+    config = typed_config(values, run_dir="")
+    config = replace(config, run_dir=run_directory(hydra, run_name=config.run_name))
     with prepared(config) as config:
+        if _rank() == 0 and config.run_dir:
+            keep_records(config, values=values, hydra=hydra)
         try:
             run_recipe(config)
         except Interrupted as end:
@@ -191,6 +198,36 @@ def execute(values: DictConfig, *, parent: int) -> None:
             if _rank() > 0:  # it may be this rank's alone, of its share of the requests
                 _say([f"rank {_rank()} refused:", *(f"  {reason}" for reason in refusal.reasons)])
             raise
+
+
+def run_directory(hydra: Any, *, run_name: str) -> str:
+    """The run directory that the arguments ask for: of a job of a sweep, of a named run, or one whose number
+    is chosen later.
+    """
+    from hydra.types import RunMode
+
+    overrides = hydra.overrides
+    if hydra.mode is RunMode.MULTIRUN or sets(overrides.hydra, "hydra.run.dir"):
+        return str(hydra.runtime.output_dir)
+    outputs = Path(hydra.runtime.cwd) / "outputs"
+    return str(outputs / run_name) if is_named(overrides.task) else unchosen(run_name, root=outputs)
+
+
+def keep_records(config: Config, *, values: DictConfig, hydra: Any) -> None:
+    """Write the configuration as composed and the overrides into `.hydra`, once the run is accepted; into
+    `.hydra-<recipe>` beside the records of another recipe.
+    """
+    from omegaconf import OmegaConf
+
+    if config.recipe in WITHOUT_FILES:
+        return
+    directory = Path(config.run_dir) / ".hydra"
+    kept = directory / "config.yaml"
+    if kept.is_file() and OmegaConf.load(kept).get("recipe") != config.recipe.name:
+        directory = directory.with_name(f".hydra-{config.recipe.value}")
+    records = {"config": values, "hydra": OmegaConf.create({"hydra": hydra})}
+    for name, record in {**records, "overrides": hydra.overrides.task}.items():
+        write_complete(directory / f"{name}.yaml", OmegaConf.to_yaml(record))
 
 
 def _after_signal(config: Config, *, code: int, restored: bool) -> int:

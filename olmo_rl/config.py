@@ -1049,17 +1049,23 @@ class Config:
     """The complete configuration of a run."""
 
     recipe: Recipe = key(Recipe.train, "the verb")
-    run_name: str = key("olmo_rl", "the run directory is outputs/${run_name}")
+    run_name: str = key(
+        "olmo_rl",
+        "the run directory is outputs/${run_name} where the command names it, else outputs/${run_name}-1, -2 "
+        "and so on, and outputs/${run_name} links to the newest",
+    )
     seed: int = key(0, "of all randomness", min=0, below=2**32)
     ckpt_path: str | None = key(
-        None, "last; auto = last where there is a checkpoint, else start; a checkpoint directory; null"
+        None,
+        "last; best = the one with the best held-out evaluation; auto = last where there is one, else start; "
+        "a checkpoint directory; null",
     )
     overwrite: bool = key(False, "train into a directory that holds a run")
     cache_dir: str = key("outputs/.cache", "warm starts and upcycled weights, shared by runs")
     init_from: str | None = key(
         None, "weights to start from: checkpoint, safetensors file, Hugging Face model"
     )
-    run_dir: str = key("", "set from Hydra's runtime output directory, never by hand")
+    run_dir: str = key("", "follows from the run's name, never set by hand")
     model: ModelConfig = section(ModelConfig)
     task: TaskConfig = section(TaskConfig)
     rollouts: RolloutsConfig = section(RolloutsConfig)

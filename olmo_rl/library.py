@@ -18,21 +18,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from olmo_rl.chosen_checkpoint import settled
 from olmo_rl.config import RECIPES, Config, Recipe, register
+from olmo_rl.numbered_runs import (
+    link_newest,
+    note_job,
+    removed_if_empty,
+    unchosen,
+    with_directory,
+    without_links,
+)
 from olmo_rl.overrides import (
     conf_directory,
     explain_error,
     explain_forms,
     explain_typos,
     group_choices,
+    is_named,
     keep_text,
 )
 from olmo_rl.refusals import refusals
 from olmo_rl.refusals.runs import RUN_MARKS
 from olmo_rl.replaced_runs import recover, replaced
-from olmo_rl.run_directory import settled
 from olmo_rl.run_lease import lease
-from olmo_rl.running.launchers import launched_rank
+from olmo_rl.running.launchers import launched_rank, launched_world
 from olmo_rl.types import Refusal
 
 if TYPE_CHECKING:
@@ -40,7 +49,9 @@ if TYPE_CHECKING:
 
 
 def compose(overrides: Sequence[str] = (), *, run_dir: str | Path | None = None) -> Config:
-    """The configuration that `python train.py <overrides>` would run; `run_dir` None = outputs/<run_name>.
+    """The configuration that `python train.py <overrides>` would run. `run_dir` None = outputs/<run_name>;
+    without an override of run_name outputs/<run_name>-*, whose number `run` chooses and to which
+    outputs/<run_name> then leads.
 
     Raises Refusal with every reason where an override or the configuration is invalid; `run` checks the run
     directory.
@@ -63,7 +74,9 @@ def compose(overrides: Sequence[str] = (), *, run_dir: str | Path | None = None)
     config = typed_config(values, run_dir="")
     if reasons := refusals(config):
         raise Refusal(reasons)
-    return replace(config, run_dir=str(Path("outputs") / config.run_name if run_dir is None else run_dir))
+    if run_dir is None:
+        run_dir = Path("outputs") / config.run_name if is_named(overrides) else unchosen(config.run_name)
+    return replace(config, run_dir=str(run_dir))
 
 
 def train(config: Config) -> None:
@@ -87,46 +100,77 @@ def run(config: Config) -> None:
 @contextmanager
 def prepared(config: Config) -> Iterator[Config]:
     """Refuse an invalid configuration with every reason; own the run directory while a block runs. Yields the
-    configuration to run, with `ckpt_path=auto` settled.
+    configuration to run: with its run directory and the path of its checkpoint.
 
-    Only rank 0 looks at the run directory: it may be writing there when another rank gets here.
+    Only rank 0 looks at the disk and chooses; the other ranks of a launcher's world get its choice.
     """
-    first = not launched_rank(os.environ)
-    reasons: list[str] = []
-    with ExitStack() as stack:
-        if first and config.run_dir and config.recipe in RUN_MARKS:
-            try:
-                stack.enter_context(lease(config.run_dir))
-            except Refusal as refusal:
-                reasons.extend(refusal.reasons)
-            else:
-                if recover(config) and config.ckpt_path == "auto":
-                    reasons.append(
-                        "ckpt_path=auto: the run in place is the one that an earlier overwrite=true was to "
-                        "replace: give overwrite=true ckpt_path=null, or continue it with ckpt_path=last"
-                    )
-        if config.recipe is not Recipe.validate:  # it reports these reasons together with those of the data
-            reasons.extend(refusals(config if first else replace(config, run_dir="")))
-        if reasons and first and RECIPES[config.recipe].ranks:
-            from olmo_rl.data.preflight import examine
+    launched = RECIPES[config.recipe].ranks and launched_world(os.environ) > 1
+    if not launched:
+        with _owned(config) as accepted:
+            yield accepted
+        return
+    from olmo_rl.running.agreement import announced, announcing
 
-            reasons = examine(config, reasons=reasons).reasons
-        if reasons:
+    if launched_rank(os.environ):
+        if reasons := refusals(replace(config, run_dir="")):
             raise Refusal(reasons)
-        yield settled(config)
+        yield announced(config)
+        return
+    with announcing(config) as announcement, _owned(config) as accepted:
+        announcement.settle(given=config, settled=accepted)
+        yield accepted
+
+
+@contextmanager
+def _owned(given: Config) -> Iterator[Config]:
+    """Choose and own the run directory for a block, after every refusal."""
+    config, created = with_directory(given, environ=os.environ)
+    try:
+        with ExitStack() as stack:
+            config = _accepted(without_links(config), stack=stack)
+            if config.run_dir and config.recipe in RUN_MARKS:
+                note_job(config.run_dir, environ=os.environ)
+                link_newest(Path(config.run_dir))
+            yield config
+    finally:
+        if created:
+            removed_if_empty(Path(config.run_dir))
+
+
+def _accepted(config: Config, *, stack: ExitStack) -> Config:
+    """Return the configuration with its checkpoint settled, and own its run directory until `stack` ends.
+    Raises Refusal with every reason.
+    """
+    reasons: list[str] = []
+    if config.run_dir and config.recipe in RUN_MARKS:
+        try:
+            stack.enter_context(lease(config.run_dir))
+        except Refusal as refusal:
+            reasons.extend(refusal.reasons)
+        else:
+            if recover(config) and config.ckpt_path == "auto":
+                reasons.append(
+                    "ckpt_path=auto: the run in place is the one that an earlier overwrite=true was to "
+                    "replace: give overwrite=true ckpt_path=null, or continue it with ckpt_path=last"
+                )
+    if config.recipe is not Recipe.validate:  # it reports these reasons together with those of the data
+        reasons.extend(refusals(config))
+    if RECIPES[config.recipe].ranks:
+        from olmo_rl.data.preflight import examine
+
+        reasons = examine(config, reasons=reasons).reasons
+    if reasons:
+        raise Refusal(reasons)
+    if RECIPES[config.recipe].ranks and config.upcycle.dense is not None:
+        from olmo_rl.policy.upcycling import refuse_misfits
+
+        refuse_misfits(config)
+    return settled(config)
 
 
 def run_recipe(config: Config) -> None:
     """Run the recipe of a valid configuration: on the ranks of this job, or here where it needs none."""
     recipe = RECIPES[config.recipe]
-    if recipe.ranks:
-        from olmo_rl.data.preflight import preflight
-
-        preflight(config)
-    if recipe.ranks and config.upcycle.dense is not None:
-        from olmo_rl.policy.upcycling import refuse_misfits
-
-        refuse_misfits(config)
     with nullcontext() if launched_rank(os.environ) else replaced(config):
         if recipe.ranks:
             from olmo_rl.running.ranks import run_ranks

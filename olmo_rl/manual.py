@@ -20,7 +20,7 @@ usage: python train.py [group=choice ...] [key=value ...] [flags]
   python train.py +experiment=packed_moe                      learn 2-digit addition on a CPU
   python train.py +experiment=packed_moe recipe=validate      report every invalid setting at once
   python train.py +experiment=packed_moe trainer.max_steps=300 run_name=longer
-  python train.py +experiment=packed_moe ckpt_path=last       continue the run of that name
+  python train.py +experiment=packed_moe ckpt_path=last       continue the newest run
   python train.py +experiment=packed_moe recipe=rollout run_name=r rollouts.collections=2
   python train.py +experiment=packed_moe rollouts=files rollouts.path=outputs/r/rollouts run_name=t
   python train.py recipe=plan packing=consecutive rollouts=files rollouts.path=FILE
@@ -46,7 +46,8 @@ EXIT_CODES = {
 }
 
 TAIL = """\
-A run writes outputs/<run_name>/, job n of a sweep outputs/<run_name>/<n>/.
+A run that is named writes outputs/<run_name>/. Another one writes the next numbered directory of its
+experiment, outputs/<name>-<n>/, and outputs/<name> leads to the newest. Job n of a sweep writes <n>/ below it.
 """
 
 

@@ -60,6 +60,16 @@ def keep_text(arguments: Iterable[str]) -> list[str]:
     return result
 
 
+def sets(overrides: Iterable[str], key: str) -> bool:
+    """Whether an override sets this key."""
+    return any(override.lstrip("+").startswith(f"{key}=") for override in overrides)
+
+
+def is_named(overrides: Iterable[str]) -> bool:
+    """Whether an override names the run itself."""
+    return sets(overrides, "run_name")
+
+
 def _as_text(value: str) -> str:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep

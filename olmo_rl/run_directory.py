@@ -16,11 +16,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-
-from olmo_rl.config import Config
-from olmo_rl.types import Refusal
 
 EXIT_INTERRUPTED = 75  # interrupted; a checkpoint to resume from is there
 MANIFEST = "manifest.json"
@@ -42,6 +38,11 @@ def checkpoint_path(run_dir: str | Path, *, step: int) -> Path:
     return checkpoint_directory(run_dir) / f"{_PREFIX}{step}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the update after which a checkpoint of this name was saved."""
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
 def named_checkpoints(run_dir: str | Path) -> list[Path]:
     """List everything with the name of a checkpoint, complete or damaged, oldest first."""
     found = [
@@ -49,7 +50,7 @@ def named_checkpoints(run_dir: str | Path) -> list[Path]:
         for path in checkpoint_directory(run_dir).glob(f"{_PREFIX}*")
         if path.name.removeprefix(_PREFIX).isdecimal()
     ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    return sorted(found, key=step_of)
 
 
 def complete_checkpoints(run_dir: str | Path) -> list[Path]:
@@ -57,14 +58,16 @@ def complete_checkpoints(run_dir: str | Path) -> list[Path]:
     return [path for path in named_checkpoints(run_dir) if checkpoint_fault(path) is None]
 
 
-def prune_checkpoints(run_dir: str | Path, *, keep: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints, and damaged ones older than those. Each loses
-    its name first: one that is deleted in part is never taken for a checkpoint.
+def prune_checkpoints(run_dir: str | Path, *, keep: int, best: Path | None = None) -> None:
+    """Delete all but the `keep` newest complete checkpoints and the `best` one, and damaged ones older than
+    those. Each loses its name first: one that is deleted in part is never taken for a checkpoint.
     """
     kept = complete_checkpoints(run_dir)[-keep:]
     for path in named_checkpoints(run_dir):
         if path == kept[0]:
             break
+        if path == best:
+            continue
         scratch = path.with_name(path.name + SCRATCH)
         path.rename(scratch)
         shutil.rmtree(scratch)
@@ -119,62 +122,6 @@ def sha256_of(files: Sequence[Path]) -> list[str]:
 
     with ThreadPoolExecutor(max_workers=_THREADS) as threads:
         return list(threads.map(one, files))
-
-
-def settled(config: Config) -> Config:
-    """Return the configuration with `ckpt_path=auto` replaced: by `last` where the run has a complete
-    checkpoint, else a start, which sets aside what an attempt without a checkpoint left.
-    """
-    if config.ckpt_path != "auto":
-        return config
-    if not config.trains:  # recipe=rollout, which continues after the collections that exist
-        return replace(config, ckpt_path=None)
-    if complete_checkpoints(config.run_dir):
-        return replace(config, ckpt_path="last", init_from=None)
-    return replace(config, ckpt_path=None, overwrite=True)
-
-
-def resolve_checkpoint(config: Config) -> str | None:
-    """Return the directory that `ckpt_path` names, None for a fresh run. `last` is the newest complete
-    checkpoint whose files have their checksums. Rank 0 reads the files; the other ranks load what it chose.
-
-    Raises Refusal where there is none.
-    """
-    if config.ckpt_path is None:
-        return None
-    contents = os.environ.get("RANK", "0") == "0"
-    if config.ckpt_path == "last":
-        found = next(
-            (
-                path
-                for path in reversed(named_checkpoints(config.run_dir))
-                if checkpoint_fault(path, contents=contents) is None
-            ),
-            None,
-        )
-        if found is None:
-            raise Refusal(
-                f"ckpt_path=last: {checkpoint_directory(config.run_dir)} holds no complete checkpoint: "
-                "start with ckpt_path=null overwrite=true, or give a path"
-            )
-        return str(found)
-    fault = checkpoint_fault(config.ckpt_path, contents=contents)
-    if fault is not None:
-        raise Refusal(f"ckpt_path={config.ckpt_path}: no whole checkpoint, {fault}: give another, or last")
-    return config.ckpt_path
-
-
-def passed_over(config: Config, *, chosen: str | None) -> list[str]:
-    """Return one line for every damaged checkpoint that `ckpt_path=last` skips for an older one, newest
-    first.
-    """
-    lines: list[str] = []
-    if config.ckpt_path == "last":
-        for path in reversed(named_checkpoints(config.run_dir)):
-            if str(path) == chosen:
-                break
-            lines.append(f"{path} is damaged, {checkpoint_fault(path, contents=True)}: passed over")
-    return lines
 
 
 def version_fault(version: object) -> str | None:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from lightning.pytorch import Callback
 from rich.console import Console
 
+from olmo_rl.chosen_checkpoint import resolve_checkpoint
 from olmo_rl.collections.conversations import Conversations
 from olmo_rl.collections.supervised import SupervisedDataModule, SupervisedSource, TaskDemonstrations
 from olmo_rl.config import Config
 from olmo_rl.data.chat_files import ChatStream, open_chat
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
-from olmo_rl.run_directory import EXIT_INTERRUPTED, resolve_checkpoint
+from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.callbacks import ContractLog
 from olmo_rl.running.held_out_loss import HeldOutLoss
 from olmo_rl.running.trainer import fit

@@ -9,12 +9,13 @@ from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
 
+from olmo_rl.chosen_checkpoint import resolve_checkpoint
 from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.generation import RolloutParts, build_parts
 from olmo_rl.collections.sources import FileSource, GeneratingSource, RolloutSource
 from olmo_rl.config import Config
 from olmo_rl.data.means import shown
-from olmo_rl.run_directory import EXIT_INTERRUPTED, resolve_checkpoint
+from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.callbacks import ContractLog, Evaluation
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.reward_picture import draw_reward

@@ -19,6 +19,7 @@ from torch import Tensor
 from training_cases import MODEL, Run, config_of, files, fit, identical, masked, samples_of, write_files
 
 from olmo_rl import library
+from olmo_rl.chosen_checkpoint import best_checkpoint, evaluations_of, resolve_checkpoint, settled
 from olmo_rl.config import (
     BatchConfig,
     BlockNorms,
@@ -43,12 +44,8 @@ from olmo_rl.run_directory import (
     complete_checkpoints,
     finish_checkpoint,
     named_checkpoints,
-    passed_over,
     prune_checkpoints,
-    resolve_checkpoint,
-    settled,
 )
-from olmo_rl.running.callbacks import evaluations_of
 from olmo_rl.running.metrics_csv import MetricsCsv, read_metrics
 from olmo_rl.running.rank_process import handled_signals
 from olmo_rl.training.module import PolicyModule
@@ -333,7 +330,7 @@ def write_checkpoint(run_dir: Path, *, step: int) -> Path:
 
 
 def test_the_newest_whole_checkpoint_is_chosen_by_number_and_names_alone_do_not_count(
-    straight: Run, tmp_path: Path
+    straight: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = replace(straight.config, ckpt_path="last", run_dir=str(tmp_path))
     for step in (2, 10, 11, 12):
@@ -345,14 +342,12 @@ def test_the_newest_whole_checkpoint_is_chosen_by_number_and_names_alone_do_not_
     (directory / "step-13").mkdir()
     assert resolve_checkpoint(config) == str(directory / "step-10")
     damage = f"is damaged, {MANIFEST} is missing or damaged: passed over"
-    chosen = resolve_checkpoint(config)
-    assert passed_over(config, chosen=chosen) == [
-        f"{directory / name} {damage}" for name in ("step-13", "step-12")
-    ]
+    printed = [f"{directory / name} {damage}" for name in ("step-13", "step-12")]
+    assert capsys.readouterr().out.splitlines() == printed
 
 
 def test_a_checkpoint_that_lost_any_file_or_any_byte_is_passed_over_and_refused_by_that_file(
-    straight: Run, tmp_path: Path
+    straight: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older = complete_checkpoints(straight.config.run_dir)[0]
     config = replace(straight.config, run_dir=str(tmp_path))
@@ -370,13 +365,12 @@ def test_a_checkpoint_that_lost_any_file_or_any_byte_is_passed_over_and_refused_
             path.unlink(missing_ok=True)
             if damage is not None:
                 path.write_bytes(damage)
-            last = replace(config, ckpt_path="last")
-            chosen = resolve_checkpoint(last)
+            chosen = resolve_checkpoint(replace(config, ckpt_path="last"))
             assert chosen == str(newest.with_name("step-2"))
-            (line,) = passed_over(last, chosen=chosen)
+            (line,) = capsys.readouterr().out.splitlines()
             assert re.search(named, line)
             with pytest.raises(Refusal, match=f"no whole checkpoint, .*{named}"):
-                resolve_checkpoint(replace(config, ckpt_path=str(newest)))
+                settled(replace(config, ckpt_path=str(newest)))
         path.write_bytes(whole)
     assert resolve_checkpoint(replace(config, ckpt_path="last")) == str(newest)
 
@@ -637,10 +631,10 @@ def test_auto_starts_where_no_checkpoint_is_complete_and_resumes_where_one_is(tm
     config = file_config(tmp_path / "run", updates=2, ckpt_path="auto", init_from=str(weights))
     started = settled(config)
     assert (started.ckpt_path, started.init_from, started.overwrite) == (None, str(weights), True)
-    write_checkpoint(tmp_path / "run", step=2)
+    whole = str(write_checkpoint(tmp_path / "run", step=2))
     goes_on = settled(config)
-    assert (goes_on.ckpt_path, goes_on.init_from, goes_on.overwrite) == ("last", None, False)
-    assert settled(replace(config, ckpt_path="last")).ckpt_path == "last"
+    assert (goes_on.ckpt_path, goes_on.init_from, goes_on.overwrite) == (whole, None, False)
+    assert settled(replace(config, ckpt_path="last")).ckpt_path == whole
     assert refusals(replace(config, init_from=None)) == []
     (tmp_path / "run" / "checkpoints" / "step-2" / "meta.pt").unlink()
     (line,) = refusals(replace(config, init_from=None))
@@ -670,6 +664,34 @@ def test_checkpoints_that_are_deleted_in_part_have_no_name_and_damaged_old_ones_
     (directory / "step-4" / "meta.pt").unlink()
     prune_checkpoints(tmp_path, keep=1)
     assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def write_evaluations(run_dir: Path, values: dict[int, float | None], *, name: str = "accuracy") -> None:
+    lines = [{"event": "evaluation", "step": step, name: value} for step, value in values.items()]
+    log = run_dir / "training_contract_rank0.jsonl"
+    log.write_text("\n".join(map(json.dumps, lines)) + '\n{"event": "eval')
+
+
+def test_best_is_the_checkpoint_with_the_best_held_out_evaluation_of_its_own_update(tmp_path: Path) -> None:
+    config = Config(run_dir=str(tmp_path), ckpt_path="best")
+    for step in (2, 4, 6, 8):
+        write_checkpoint(tmp_path, step=step)
+    assert best_checkpoint(tmp_path) is None
+    write_evaluations(tmp_path, {3: 0.9})
+    assert best_checkpoint(tmp_path) is None
+    with pytest.raises(Refusal, match="ckpt_path=best: .*no complete checkpoint has a held-out evaluation"):
+        settled(config)
+    write_evaluations(tmp_path, {0: 1.0, 2: 0.2, 3: 0.9, 4: 0.5, 6: 0.5, 8: None})
+    assert settled(config).ckpt_path == str(tmp_path / "checkpoints" / "step-6")
+    (line,) = refusals(config)
+    assert "the best checkpoint of the run directory is not its newest" in line
+    write_evaluations(tmp_path, {2: 1.5, 4: 1.25, 8: 1.75}, name="loss")  # of recipe=sft: the lowest
+    assert best_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-4"
+    prune_checkpoints(tmp_path, keep=1, best=best_checkpoint(tmp_path))
+    assert names(tmp_path) == ["step-4", "step-8"]
+    write_evaluations(tmp_path, {8: 1.0})
+    assert refusals(config) == []
+    assert settled(config).ckpt_path == str(tmp_path / "checkpoints" / "step-8")
 
 
 def test_evaluations_of_updates_that_a_resume_undid_do_not_count() -> None:

@@ -28,6 +28,8 @@ FLOORS = {
     "olmo_rl.run_directory": 0,
     "olmo_rl.run_lease": 0,
     "olmo_rl.replaced_runs": 0,
+    "olmo_rl.chosen_checkpoint": 0,
+    "olmo_rl.numbered_runs": 0,
     "olmo_rl.planning": 1,
     "olmo_rl.complete_files": 0,
     "olmo_rl.data": 1,
@@ -41,6 +43,7 @@ FLOORS = {
     "olmo_rl.reference": 6,
     "olmo_rl.overrides": 6,
     "olmo_rl.cli": 6,
+    "olmo_rl.numbered_sweeps": 6,
     "olmo_rl.library": 6,
 }
 TORCH_FREE = (
@@ -55,6 +58,8 @@ TORCH_FREE = (
     "olmo_rl.run_directory",
     "olmo_rl.run_lease",
     "olmo_rl.replaced_runs",
+    "olmo_rl.chosen_checkpoint",
+    "olmo_rl.numbered_runs",
     "olmo_rl.running.launchers",
     "olmo_rl.planning",
     "olmo_rl.data",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from olmo_rl.config import Config, Recipe
 from olmo_rl.keys import Bounds, Key
 from olmo_rl.refusals import GENERATED, RULES, WRITTEN, refusals
 from olmo_rl.refusals.rule import KEYS, as_text, value_of
+from olmo_rl.run_directory import finish_checkpoint
 
 # The beginning of the reason of every written rule, and overrides of +experiment=packed_moe that break it.
 EXAMPLES = {
@@ -94,6 +96,8 @@ EXAMPLES = {
     "the run directory would not": "run_name=../elsewhere",
     "the run directory holds an": "run_dir={run}",
     "the run directory holds no": "ckpt_path=last run_dir={run}",
+    "no complete checkpoint has a": "ckpt_path=best run_dir={run}/unjudged",
+    "the best checkpoint of the": "ckpt_path=best run_dir={run}/judged",
     "no whole checkpoint: files are": "ckpt_path={run}",
     "continuing a run and replacing": "ckpt_path=last overwrite=true",
     "overwrite=true would delete these weights": (
@@ -149,10 +153,20 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that holds a run without a complete checkpoint, for rules that read the disk."""
+    """A directory that holds a run without a complete checkpoint, for rules that read the disk; in `judged`
+    a run whose best checkpoint is not its newest, in `unjudged` one without an evaluation.
+    """
     directory = tmp_path_factory.mktemp("run")
     (directory / "metrics.csv").write_text("step\n")
     (directory / "checkpoints" / "step-3.incomplete").mkdir(parents=True)
+    for run, step in (("unjudged", 1), ("judged", 1), ("judged", 2)):
+        final = directory / run / "checkpoints" / f"step-{step}"
+        scratch = final.with_name(f"{final.name}.incomplete")
+        scratch.mkdir(parents=True)
+        (scratch / "weights").touch()
+        finish_checkpoint(scratch, final=final)
+    evaluation = {"event": "evaluation", "step": 1, "accuracy": 0.5}
+    (directory / "judged" / "training_contract_rank0.jsonl").write_text(json.dumps(evaluation))
     return directory
 
 

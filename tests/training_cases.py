@@ -20,6 +20,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from olmo_rl.chosen_checkpoint import resolve_checkpoint
 from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.generation import build_local
 from olmo_rl.collections.sources import FileSource, GeneratingSource, RolloutSource
@@ -40,7 +41,6 @@ from olmo_rl.config import (
 from olmo_rl.data.files import write_collection
 from olmo_rl.data.packs import Step
 from olmo_rl.refusals import refusals
-from olmo_rl.run_directory import resolve_checkpoint
 from olmo_rl.running.callbacks import ContractLog
 from olmo_rl.running.checkpoints import Checkpoints
 from olmo_rl.running.metrics_csv import read_metrics

@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 
 from olmo_rl.backends import importable
+from olmo_rl.chosen_checkpoint import WITHOUT_EVALUATION, WORDS, best_checkpoint
 from olmo_rl.config import Config, Recipe, TaskKind
 from olmo_rl.hf.formats import is_hf_directory
 from olmo_rl.refusals.rule import Rule, value_of
 from olmo_rl.run_directory import checkpoint_fault, complete_checkpoints, named_checkpoints
 
-WORDS = ("last", "auto")  # of ckpt_path; everything else is a path
 # Names that a run leaves in its directory, by the recipe that would write them again.
 _TRAINING_MARKS = ("metrics.csv", "checkpoints", "reference", "training_contract_rank*.jsonl")
 RUN_MARKS: dict[Recipe, tuple[str, ...]] = {
@@ -48,9 +48,24 @@ def _continues(config: Config) -> bool:
     return config.trains and config.ckpt_path in WORDS
 
 
+def _best_is_absent(config: Config) -> bool:
+    wanted = config.trains and config.ckpt_path == "best" and bool(config.run_dir)
+    return wanted and bool(complete_checkpoints(config.run_dir)) and best_checkpoint(config.run_dir) is None
+
+
+def _goes_back(config: Config) -> bool:
+    """Whether `best` is older than the newest checkpoint of the run directory itself."""
+    if not config.trains or config.ckpt_path != "best" or not config.run_dir:
+        return False
+    best = best_checkpoint(config.run_dir)
+    return best is not None and best != complete_checkpoints(config.run_dir)[-1]
+
+
 def _nothing_complete(config: Config) -> bool:
-    """Whether there is no checkpoint for `last`; or, for `auto`, which would start, damaged ones alone."""
-    wanted = config.ckpt_path == "last"
+    """Whether there is no checkpoint for `last` and `best`; or, for `auto`, which would start, damaged ones
+    alone.
+    """
+    wanted = config.ckpt_path in ("last", "best")
     wanted = wanted or (config.ckpt_path == "auto" and bool(named_checkpoints(config.run_dir)))
     return wanted and not complete_checkpoints(config.run_dir)
 
@@ -151,6 +166,19 @@ RUN = (
         refuses="the run directory holds no complete checkpoint (read from disk)",
         fix="start with ckpt_path=null",
         when=lambda c: c.trains and bool(c.run_dir) and _nothing_complete(c),
+    ),
+    Rule(
+        keys="ckpt_path run_name",
+        refuses=WITHOUT_EVALUATION.partition("; ")[0] + " (read from disk)",
+        fix=WITHOUT_EVALUATION.partition("; ")[2],
+        when=_best_is_absent,
+    ),
+    Rule(
+        keys="ckpt_path run_name",
+        refuses="the best checkpoint of the run directory is not its newest, and a run never goes back (read "
+        "from disk)",
+        fix="choose another run_name and give the path of that checkpoint, or give ckpt_path=last",
+        when=_goes_back,
     ),
     Rule(
         keys="ckpt_path",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any, cast
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
+from olmo_rl.chosen_checkpoint import evaluations_of
 from olmo_rl.collections.generation import RolloutParts
 from olmo_rl.collections.sources import response_text
 from olmo_rl.config import Config
@@ -123,19 +124,6 @@ def log_known(module: LightningModule, name: str, value: float | None) -> None:
     """Log a metric of this update; an unknown value leaves its cell empty."""
     if value is not None:
         module.log(name, value, batch_size=1)
-
-
-def evaluations_of(events: Iterable[dict[str, Any]]) -> dict[int, float | None]:
-    """Return the accuracies in a contract log by update. An update that is repeated after a resume removes
-    those of the policies that it undoes.
-    """
-    found: dict[int, float | None] = {}
-    for event in events:
-        if event["event"] == "evaluation":
-            found[event["step"]] = event["accuracy"]
-        elif event["event"] == "optimizer" and found and event["step"] <= max(found):
-            found = {step: value for step, value in found.items() if step < event["step"]}
-    return found
 
 
 class Evaluation(Callback):

@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
+from olmo_rl.chosen_checkpoint import best_checkpoint
 from olmo_rl.config import Config
 from olmo_rl.replaced_runs import discard_replaced
 from olmo_rl.run_directory import (
@@ -171,7 +172,8 @@ class Checkpoints(Callback):
             raise failed from error
         if trainer.is_global_zero:
             discard_replaced(self._config)
-            prune_checkpoints(self._config.run_dir, keep=self._config.callbacks.keep_checkpoints)
+            keep, run_dir = self._config.callbacks.keep_checkpoints, self._config.run_dir
+            prune_checkpoints(run_dir, keep=keep, best=best_checkpoint(run_dir))
         trainer.strategy.barrier()
         self._saved_at = time.monotonic()
 

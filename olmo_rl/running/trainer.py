@@ -20,7 +20,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from olmo_rl.config import Config, LoggerKind
-from olmo_rl.run_directory import passed_over
 from olmo_rl.running.callbacks import ContractLog, PackPicture, ProgressDisplay
 from olmo_rl.running.checkpoints import Checkpoints
 from olmo_rl.running.metrics_csv import MetricsCsv
@@ -55,7 +54,6 @@ def fit(
     """Train to `trainer.max_steps` or the end of the data, from `checkpoint` where there is one; the trainer,
     and whether a signal ended the run early (its checkpoint is saved). A collective of all ranks.
     """
-    _report_damaged(config, chosen=checkpoint)
     checkpoints = Checkpoints(config)
     callbacks: list[Callback] = [contract, *evaluations]
     if config.callbacks.pictures:
@@ -73,13 +71,6 @@ def fit(
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return trainer, checkpoints.interrupted
-
-
-@rank_zero_only
-def _report_damaged(config: Config, *, chosen: str | None) -> None:
-    """Print which checkpoints are passed over; rank 0 alone reads them."""
-    for line in passed_over(config, chosen=chosen):
-        print(line, flush=True)
 
 
 def build_loggers(config: Config) -> list[Logger]:

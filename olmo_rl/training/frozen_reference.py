@@ -21,13 +21,14 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from olmo_rl.chosen_checkpoint import resolve_checkpoint
 from olmo_rl.config import Config
 from olmo_rl.data.packs import Pack, RouteMode
 from olmo_rl.data.preflight import carries_reference
 from olmo_rl.policy import sharded
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import CHECKPOINT_PREFIX
-from olmo_rl.run_directory import SCRATCH, checkpoint_fault, finish_checkpoint, resolve_checkpoint
+from olmo_rl.run_directory import SCRATCH, checkpoint_fault, finish_checkpoint
 from olmo_rl.training.scoring import score_pack
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample

@@ -1,0 +1,136 @@
+"""What rank 0 of a launcher's world decides for all ranks before there is a process group: the run directory
+and the checkpoint to start from.
+
+Under torchrun the ranks meet in the agent's store. Under srun rank 0 serves the store, where the process
+group then meets too. A rank waits for `strategy.timeout_seconds` at most, and ends at once where rank 0
+refused the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from olmo_rl.config import Config
+from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
+from olmo_rl.types import Refusal
+
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+class Announcement:
+    """What rank 0 announces to the other ranks, once."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._announced = False
+        self._settled = False
+
+    def settle(self, *, given: Config, settled: Config) -> None:
+        """Announce the configuration to run, as its differences from the one that every rank was given."""
+        self._settled = True
+        self._announce(json.dumps(differences(given, settled)))
+
+    def refuse(self) -> None:
+        """Announce that there is no run."""
+        if not self._announced:
+            self._announce("null")
+
+    def _announce(self, text: str) -> None:
+        self._announced = True
+        if self._store is not None:
+            self._store.set(_key(), text)
+
+    def close(self) -> None:
+        """Take a settled configuration back, which every rank has read once the run is over: the next run of
+        these processes announces its own.
+        """
+        if self._store is not None and self._settled:
+            self._store.delete_key(_key())
+
+
+@contextmanager
+def announcing(config: Config) -> Iterator[Announcement]:
+    """On rank 0: serve what this block announces, until it ends. A block that raises before refuses."""
+    store = _store(config) if launched_world(os.environ) > 1 else None
+    announcement, before = Announcement(store), os.environ.get(_AGENT_STORE)
+    if store is not None:
+        os.environ[_AGENT_STORE] = "True"  # the process group meets in it too
+    try:
+        yield announcement
+        announcement.close()
+    except BaseException:
+        announcement.refuse()
+        raise
+    finally:
+        if store is not None and before is None:
+            os.environ.pop(_AGENT_STORE, None)
+
+
+def announced(config: Config) -> Config:
+    """On another rank: return the configuration that rank 0 settled. Raises Refusal where it refused the run,
+    or announced nothing in time.
+    """
+    limit = config.strategy.timeout_seconds
+    try:
+        store = _store(config)
+        text = store.get(_key()).decode()
+    except RuntimeError as error:  # torch's DistError: the store is absent, silent, or gone
+        reason = str(error).partition("\n")[0]
+        raise Refusal(
+            f"strategy.timeout_seconds={limit}: rank 0 announced no run directory in time ({reason})"
+        ) from error
+    found = json.loads(text)
+    if found is None:
+        raise Refusal("rank 0 refused the run")
+    os.environ[_AGENT_STORE] = "True"
+    return changed(config, found)
+
+
+def _key() -> str:
+    """The key of this attempt: torchrun restarts all ranks of a job in one store."""
+    return f"olmo_rl/settled/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _store(config: Config) -> Any:
+    """A client of the store of this world; on rank 0 its server, where no agent serves it."""
+    variables = rank_variables(os.environ, config=config)
+    assert variables is not None, "only ranks of a launcher meet"
+    environ = {**os.environ, **variables}
+    from torch.distributed import TCPStore
+
+    serves = launched_rank(os.environ) == 0 and environ.get(_AGENT_STORE) != "True"
+    return TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        world_size=None,
+        is_master=serves,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=config.strategy.timeout_seconds),
+    )
+
+
+def differences(given: Any, settled: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Return the values of `settled` that differ from `given`, by dotted key."""
+    found: dict[str, Any] = {}
+    for field in fields(given):
+        before, after = getattr(given, field.name), getattr(settled, field.name)
+        if is_dataclass(before):
+            found |= differences(before, after, prefix=f"{prefix}{field.name}.")
+        elif before != after:
+            found[f"{prefix}{field.name}"] = after
+    return found
+
+
+def changed(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a configuration with values of dotted keys replaced."""
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        part = changed(getattr(config, name), {rest: value}) if rest else value
+        config = replace(config, **{name: part})
+    return config

@@ -1,0 +1,173 @@
+"""Numbered run directories: which one a command gets, where the link leads, what a refused command leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training_cases import config_of, files, write_files
+
+from olmo_rl import library
+from olmo_rl.chosen_checkpoint import settled
+from olmo_rl.cli import run as run_command
+from olmo_rl.config import Config, Recipe
+from olmo_rl.numbered_runs import (
+    link_newest,
+    new_directory,
+    note_job,
+    unchosen,
+    with_directory,
+    without_links,
+)
+from olmo_rl.run_directory import finish_checkpoint
+from olmo_rl.running.agreement import changed, differences
+from olmo_rl.types import Refusal
+
+
+def asked(outputs: Path, **values: object) -> Config:
+    return Config(run_dir=unchosen("a", root=outputs), **values)  # type: ignore[arg-type]
+
+
+def directory_of(config: Config, *, environ: dict[str, str] | None = None) -> str:
+    chosen, _ = with_directory(config, environ=environ or {})
+    return Path(chosen.run_dir).name
+
+
+def save_checkpoint(run_dir: Path, *, step: int, accuracy: float) -> Path:
+    final = run_dir / "checkpoints" / f"step-{step}"
+    scratch = final.with_name(f"{final.name}.incomplete")
+    scratch.mkdir(parents=True)
+    (scratch / "weights").write_text("w")
+    finish_checkpoint(scratch, final=final)
+    event = {"event": "evaluation", "step": step, "accuracy": accuracy}
+    with (run_dir / "training_contract_rank0.jsonl").open("a") as log:
+        log.write(json.dumps(event) + "\n")
+    return final
+
+
+def test_every_command_without_a_name_gets_the_next_number(tmp_path: Path) -> None:
+    assert [directory_of(asked(tmp_path)) for _ in range(3)] == ["a-1", "a-2", "a-3"]
+    (tmp_path / "a-7").mkdir()  # of another program
+    (tmp_path / "a-b-9").mkdir()
+    assert directory_of(asked(tmp_path)) == "a-8"
+    named = Config(run_dir=str(tmp_path / "named"))
+    assert with_directory(named, environ={}) == (named, False)
+    assert with_directory(asked(tmp_path, recipe=Recipe.validate), environ={})[0].run_dir == ""
+
+
+def test_continuing_and_replacing_take_the_newest_run_of_the_name_and_recipe(tmp_path: Path) -> None:
+    new_directory(tmp_path / "a", kind="train")
+    newest = new_directory(tmp_path / "a", kind="train")
+    new_directory(tmp_path / "a", kind="rollout")
+    new_directory(tmp_path / "ab", kind="train")
+    for values in ({"ckpt_path": "last"}, {"ckpt_path": "auto"}, {"overwrite": True}):
+        assert directory_of(asked(tmp_path, **values)) == newest.name, values
+        assert directory_of(asked(tmp_path, recipe=Recipe.sft, **values)) == newest.name
+        assert directory_of(asked(tmp_path, recipe=Recipe.rollout, **values)) == "a-3"
+    assert directory_of(asked(tmp_path, recipe=Recipe.score, overwrite=True)) == "a-4"
+    assert directory_of(asked(tmp_path, ckpt_path="elsewhere/step-1")) == "a-5"
+
+
+def test_best_begins_a_new_run_from_the_best_checkpoint_of_the_newest_one(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="ckpt_path=best: .*no complete checkpoint has a held-out evaluation"):
+        with_directory(asked(tmp_path, ckpt_path="best"), environ={})
+    earlier = new_directory(tmp_path / "a", kind="train")
+    best = save_checkpoint(earlier, step=2, accuracy=0.75)
+    save_checkpoint(earlier, step=4, accuracy=0.5)
+    config, created = with_directory(asked(tmp_path, ckpt_path="best"), environ={})
+    assert (config.ckpt_path, Path(config.run_dir).name, created) == (str(best), "a-2", True)
+    assert settled(config) == config
+
+
+def test_a_run_that_was_given_the_name_itself_is_continued_and_never_becomes_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.csv").touch()
+    assert directory_of(asked(tmp_path, ckpt_path="last")) == "a"
+    link_newest(new_directory(tmp_path / "a", kind="train"))
+    assert "is a run of that name and stays" in capsys.readouterr().out
+    assert (tmp_path / "a" / "metrics.csv").exists()
+    assert not (tmp_path / "a").is_symlink()
+
+
+def test_a_requeued_job_returns_to_its_directory_and_other_jobs_do_not(tmp_path: Path) -> None:
+    first = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"}
+    for job in ("77", "78"):
+        note_job(new_directory(tmp_path / "a", kind="train"), environ={**first, "SLURM_JOB_ID": job})
+    with (tmp_path / "a-2" / ".jobs").open("a") as lines:
+        lines.write('{"job": "7')  # a process that was killed
+    again = {**first, "SLURM_RESTART_COUNT": "1"}
+    assert directory_of(asked(tmp_path, ckpt_path="auto"), environ=again) == "a-1"
+    assert directory_of(asked(tmp_path), environ=first) == "a-3", "another command of the same allocation"
+    array = {"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
+    assert directory_of(asked(tmp_path), environ={**again, **array}) == "a-4"
+    assert directory_of(asked(tmp_path, recipe=Recipe.rollout), environ=again) == "a-5"
+
+
+def test_the_link_leads_to_the_newest_and_a_run_that_reads_through_it_keeps_its_target(
+    tmp_path: Path,
+) -> None:
+    outputs = tmp_path / "outputs"
+    older, newer = (new_directory(outputs / "a", kind="train") for _ in range(2))
+    link_newest(newer)
+    link_newest(older)
+    assert os.readlink(outputs / "a") == newer.name
+    through = Config(init_from=str(outputs / "a" / "checkpoints" / "step-1"), ckpt_path="last")
+    kept = without_links(replace(through, loss=replace(through.loss, reference=str(outputs / "a" / "r"))))
+    assert kept.init_from == str(newer / "checkpoints" / "step-1")
+    assert kept.loss.reference == str(newer / "r")
+    named, _ = with_directory(Config(run_dir=str(outputs / "a")), environ={})
+    assert named.run_dir == str(newer)
+    (tmp_path / "mine").symlink_to(tmp_path)  # of the user
+    assert without_links(Config(init_from=str(tmp_path / "mine" / "w"))).init_from == str(
+        tmp_path / "mine" / "w"
+    )
+
+
+def test_a_second_command_is_not_refused_and_a_refused_one_leaves_nothing(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    write_files(tmp_path / "run", files(1))
+    config = replace(config_of(tmp_path / "run"), run_dir=unchosen("a", root=outputs))
+    for _ in range(2):
+        library.run(config)
+    assert sorted(path.name for path in outputs.iterdir()) == ["a", "a-1", "a-2"]
+    assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step-1"]
+    assert os.readlink(outputs / "a") == "a-2"
+    (tmp_path / "run" / "files" / "collection-00000.parquet").write_bytes(b"no parquet")
+    with pytest.raises(Refusal):
+        library.run(config)
+    assert sorted(path.name for path in outputs.iterdir()) == ["a", "a-1", "a-2"]
+
+
+def test_a_refused_command_does_not_touch_the_records_of_the_run_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = ["+experiment=packed_moe", "recipe=plan", "balance=none", "batch.samples_per_step=32"]
+    assert run_command([*plan, "run_name=p"]) == 0
+    records = tmp_path / "outputs" / "p" / ".hydra"
+    before = {path.name: path.read_text() for path in records.iterdir()}
+    assert set(before) == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert run_command([*plan, "run_name=p", "packing.max_tokens=8"]) == 2
+    assert run_command([*plan, "run_name=p", "recipe=rollout", "packing.max_tokens=8"]) == 2
+    assert {path.name: path.read_text() for path in records.iterdir()} == before
+    assert run_command([*plan, "packing.max_tokens=8"]) == 2
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["p"]
+
+
+def test_what_rank_0_settled_reaches_the_other_ranks() -> None:
+    given = Config(run_dir="outputs/a-*", ckpt_path="auto")
+    loss = replace(given.loss, reference="outputs/a-1/reference")
+    settled_by_0 = replace(given, run_dir="outputs/a-2", ckpt_path=None, overwrite=True, loss=loss)
+    told = json.loads(json.dumps(differences(given, settled_by_0)))
+    assert told == {
+        "run_dir": "outputs/a-2",
+        "ckpt_path": None,
+        "overwrite": True,
+        "loss.reference": "outputs/a-1/reference",
+    }
+    assert changed(given, told) == settled_by_0
