@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bounds import BOUND_SECONDS
+from documents import ROOT
 from training_cases import config_of, files, write_files
 
 from olmo_rl import library
@@ -171,3 +176,52 @@ def test_what_rank_0_settled_reaches_the_other_ranks() -> None:
         "loss.reference": "outputs/a-1/reference",
     }
     assert changed(given, told) == settled_by_0
+
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from olmo_rl.library import compose, prepared
+from olmo_rl.types import Refusal
+
+def wait_for(name):
+    while not Path(name).exists():
+        time.sleep(0.02)
+
+two = ["+experiment=packed_moe"]
+mine, other = os.environ["RANK"], str(1 - int(os.environ["RANK"]))
+with prepared(compose(two)) as config:
+    print(config.run_dir, flush=True)
+    Path(f"inside{mine}").touch()
+    wait_for(f"inside{other}")
+Path(f"ended{mine}").touch()
+wait_for(f"ended{other}")
+Path("outputs/held/metrics.csv").touch()
+for overrides in (["run_name=held"], ["run_name=held", "strategy.timeout_seconds=1"][: 2 * int(mine)]):
+    try:
+        with prepared(compose([*two, *overrides])):
+            print("accepted")
+    except Refusal as refusal:
+        print(refusal)
+    if mine == "0":
+        break
+"""
+
+
+def test_ranks_of_a_launcher_get_the_directory_that_rank_0_chose_or_end(tmp_path: Path) -> None:
+    (tmp_path / "outputs" / "held").mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in ("0", "1"):
+        identity = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", RANK]
+        environ = {**os.environ, **identity, **address}
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True))
+    printed = [rank.communicate(timeout=BOUND_SECONDS)[0].splitlines() for rank in ranks]
+    assert [lines[0] for lines in printed] == ["outputs/packed_moe-1"] * 2
+    assert "the run directory holds an earlier run" in printed[0][1]
+    assert printed[1][1] == "rank 0 refused the run"
+    assert "strategy.timeout_seconds=1: rank 0 announced no run directory in time" in printed[1][2]
+    assert not (tmp_path / "outputs" / "packed_moe").exists(), "an empty directory goes"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -20,6 +21,8 @@ from olmo_rl.config import Config
 from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
 from olmo_rl.types import Refusal
 
+_READ = "olmo_rl/read"  # by how many ranks
+_FAREWELL_SECONDS = 10.0  # for ranks that start later
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -37,9 +40,13 @@ class Announcement:
         self._announce(json.dumps(differences(given, settled)))
 
     def refuse(self) -> None:
-        """Announce that there is no run."""
-        if not self._announced:
-            self._announce("null")
+        """Announce that there is no run, and let the other ranks read it before the store goes."""
+        if self._announced or self._store is None:
+            return
+        self._announce("null")
+        others, deadline = launched_world(os.environ) - 1, time.monotonic() + _FAREWELL_SECONDS
+        while self._store.add(_READ, 0) < others and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _announce(self, text: str) -> None:
         self._announced = True
@@ -80,6 +87,7 @@ def announced(config: Config) -> Config:
     try:
         store = _store(config)
         text = store.get(_key()).decode()
+        store.add(_READ, 1)
     except RuntimeError as error:  # torch's DistError: the store is absent, silent, or gone
         reason = str(error).partition("\n")[0]
         raise Refusal(
