@@ -21,6 +21,7 @@ FLOORS = {
     "olmo_rl.backends": 0,
     "olmo_rl.mixers": 0,
     "olmo_rl.user_code": 0,
+    "olmo_rl.progress": 0,
     "olmo_rl.hf.weight_files": 2,
     "olmo_rl.hf.writing": 2,
     "olmo_rl.hf": 0,
@@ -60,6 +61,8 @@ TORCH_FREE = (
     "olmo_rl.replaced_runs",
     "olmo_rl.chosen_checkpoint",
     "olmo_rl.numbered_runs",
+    "olmo_rl.progress",
+    "olmo_rl.running.heartbeat",
     "olmo_rl.running.launchers",
     "olmo_rl.planning",
     "olmo_rl.data",
@@ -91,7 +94,7 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 SOURCES = sorted(
     path
-    for folder in ("olmo_rl", "recipes", "benchmarks", "tests")
+    for folder in ("olmo_rl", "hydra_plugins", "recipes", "benchmarks", "tests")
     for path in (ROOT / folder).rglob("*.py")
     if path.stat().st_size
 )
@@ -204,5 +207,5 @@ def test_configuration_files_are_short() -> None:
 def test_the_wheel_ships_every_package() -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {module_name(path) for path in PACKAGE.rglob("__init__.py")}
-    assert set(packages) == folders | {"olmo_rl.conf", "recipes"}
+    assert set(packages) == folders | {"olmo_rl.conf", "hydra_plugins.olmo_rl_slurm", "recipes"}
     assert (ROOT / "conf" / "__init__.py").exists()

@@ -24,9 +24,11 @@ from types import FrameType, TracebackType
 
 from olmo_rl.config import Config
 from olmo_rl.run_directory import EXIT_INTERRUPTED
+from olmo_rl.running.heartbeat import Watcher, beating, interval_of, job_of
 from olmo_rl.running.rank_process import (
     Entry,
     call,
+    device_variables,
     end_with_parent,
     handled_signals,
     identity_of,
@@ -114,14 +116,20 @@ def supervise(entry: Entry | str, config: Config) -> None:
     with _forwarded_signals(children) as received, ExitStack() as meeting:
         try:
             for rank in range(world_size):
-                children.append(_start(rank, world_size=world_size))
+                children.append(_start(rank, config=config))
                 children[-1].tell((entry, config))
             if received:  # before there was a rank to pass it on to
                 raise Interrupted(128 + received[0])
             variables = meeting.enter_context(rendezvous(world_size=world_size))  # while the ranks import
             for child in children:
                 child.tell(variables)
-            failure = _first_failure(children)
+            watcher = Watcher(
+                config.run_dir,
+                ranks=range(world_size),
+                job=job_of({**os.environ, **variables}),
+                interval=interval_of(world_size),
+            )
+            failure = _first_failure(children, watcher)
             if received or (isinstance(failure, SystemExit) and failure.code == EXIT_INTERRUPTED):
                 patience = _PATIENCE_SECONDS
         finally:
@@ -139,12 +147,14 @@ def _outcome(failure: Exception | SystemExit, received: Sequence[int]) -> Except
     return Interrupted(128 + received[0]) if received and ended_by_signal and not resumable else failure
 
 
-def _start(rank: int, *, world_size: int) -> _Child:
+def _start(rank: int, *, config: Config) -> _Child:
     ours, theirs = Pipe()
+    world_size = config.trainer.devices
     threads = str(threads_per_rank(world_size))
     search_path = os.pathsep.join(path for path in sys.path if path)  # so that it imports what we can import
     identity = identity_of(rank, world_size=world_size)
     environ = {"OMP_NUM_THREADS": threads, **os.environ, **identity, "PYTHONPATH": search_path}
+    environ |= device_variables(os.environ, config=config)
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(theirs.fileno()), str(os.getpid())],
@@ -184,15 +194,21 @@ def _forwarded_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
-def _first_failure(children: Sequence[_Child]) -> Exception | SystemExit | None:
-    """Wait until one rank failed or all ended well."""
+def _first_failure(children: Sequence[_Child], watcher: Watcher) -> Exception | SystemExit | None:
+    """Wait until one rank failed or all ended well. Ranks that do not move are named meanwhile, and beside a
+    failure that they may have caused.
+    """
     running = list(children)
     while running:
         ready = wait([child.socket for child in running], timeout=_POLL_SECONDS)
         outcomes = [(child, *child.ended(readable=child.socket in ready)) for child in running]
         failures = [failure for _, _, failure in outcomes if failure is not None]
+        watcher.look(say)
         if failures:
-            return min(failures, key=lambda failure: failure.order).error
+            error = min(failures, key=lambda failure: failure.order).error
+            if isinstance(error, RankFailed) and (lines := watcher.lines()):
+                return RankFailed("\n".join([*lines, str(error)]), signum=error.signum)
+            return error
         running = [child for child, ended, _ in outcomes if not ended]
     return None
 
@@ -231,7 +247,8 @@ def child_main() -> None:
     entry = imported(entry)  # takes seconds, in which the supervisor prepares the meeting
     os.environ.update(supervisor.recv())
     threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
-    call(entry, config)
+    with beating(config.run_dir, environ=os.environ, watches=False):
+        call(entry, config)
     leave_process_group()
     supervisor.send(_Report(None, time.monotonic()))
 

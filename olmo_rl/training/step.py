@@ -22,6 +22,7 @@ from olmo_rl.policy import sharded
 from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder
 from olmo_rl.policy.loss import LossOutput, ScoredSlots, policy_loss, scored_slots, sft_loss
 from olmo_rl.policy.moe import RouterTotals, routed_length, router_losses
+from olmo_rl.progress import note_pack, note_phase, note_update
 from olmo_rl.training.frozen_reference import FrozenReference, check_recorded
 from olmo_rl.training.measures import PackMeasures, StepTotals, add_up, measure_pack
 from olmo_rl.training.scoring import Decision, ScoringSchedule, score_pack
@@ -102,6 +103,7 @@ def run_step(step: Step, *, learner: Learner, update: int, skips_in_a_row: int) 
 
     Raises Refusal on all ranks alike, with nothing stepped, where a guard of the configuration trips.
     """
+    note_update(update, packs=len(step.packs))
     watch, scored_before = learner.watch, learner.watch.seconds()["score"]
     started = time.perf_counter() - scored_before
     with watch.lap("score"):
@@ -148,6 +150,7 @@ def run_step(step: Step, *, learner: Learner, update: int, skips_in_a_row: int) 
 def publish(decoder: HybridDecoder, *, version: int, to: Callable[[HybridDecoder, int], None] | None) -> None:
     """Send the weights of `version` to the engines, if there are any. A collective of all ranks."""
     if to is not None:
+        note_phase("publish")
         to(decoder, version)
 
 
@@ -199,6 +202,7 @@ def accumulate_gradients(
     """Forward and backward of this rank's packs, one after another. Nothing here waits for the device."""
     watch, measures = learner.watch, []
     for index, pack in enumerate(moved(step.packs, device=learner.device, watch=watch)):
+        note_pack(index + 1)
         sharded.set_gradient_sync(learner.decoder, last=index == len(step.packs) - 1)
         with watch.lap("forward"):
             loss, measured = run_pack(

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from olmo_rl.progress import note_phase
+
 PHASES = ("transfer", "score", "forward", "backward", "optimizer")
 
 
@@ -27,6 +29,7 @@ class Stopwatch:
     def lap(self, phase: str) -> Iterator[None]:
         """Time what runs inside as part of `phase`."""
         assert phase in self._seconds, phase
+        note_phase(phase)
         if not self._cuda:
             started = time.perf_counter()
             yield

@@ -42,6 +42,7 @@ from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder, require_context
 from olmo_rl.policy.logprobs import LogprobRequest
 from olmo_rl.policy.loss import ScoredSlots
 from olmo_rl.policy.weights import check_weights
+from olmo_rl.progress import note_collective
 from olmo_rl.run_directory import causes
 from olmo_rl.types import Refusal, Topology
 
@@ -169,12 +170,14 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """All-reduced sum of a small tensor; every rank calls it once per update, so counts agree."""
         if self.world_size > 1:
+            note_collective("sum_over_ranks")
             dist.all_reduce(values)
         return values
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """All-reduced elementwise maximum of a small tensor, called like `sum_over_ranks`."""
         if self.world_size > 1:
+            note_collective("max_over_ranks")
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
@@ -182,6 +185,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """The result of `make` on rank 0, on every rank: for choices that another process might make
         otherwise.
         """
+        note_collective("from_rank_zero")
         return self.broadcast(make() if self.global_rank == 0 else cast(T, None))
 
     def meet(self, mine: Future[Any] | None = None) -> None:
@@ -203,6 +207,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """The objects of all ranks, in rank order."""
         if self.world_size == 1:
             return [value]
+        note_collective("gather_objects")
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value)
         return gathered
