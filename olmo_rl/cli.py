@@ -8,6 +8,7 @@ only ranks import Lightning.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -38,6 +39,7 @@ from olmo_rl.refusals.runs import RUN_NAME
 from olmo_rl.replaced_runs import RESTORED
 from olmo_rl.run_directory import EXIT_INTERRUPTED, complete_checkpoints
 from olmo_rl.running.launchers import launched_rank, launched_world
+from olmo_rl.running.rank_process import end_with_launcher
 from olmo_rl.types import Interrupted, RankFailed, Refusal
 
 if TYPE_CHECKING:
@@ -82,10 +84,14 @@ def run(arguments: Sequence[str]) -> int:
     if typos := explain_typos(added, groups=groups):
         _say(typos)
         return FAILED
+    if "hydra/launcher=slurm" in flags.overrides and importlib.util.find_spec("submitit") is None:
+        _say(["refused, one reason:", "  hydra/launcher=slurm needs submitit: pip install -e '.[slurm]'"])
+        return REFUSED
     if stray := _stray_run_names(flags.overrides):
         _say(["refused, before the run directory is made:", *(f"  {reason}" for reason in stray)])
         return REFUSED
     register()
+    end_with_launcher(os.environ)
     jobs = Jobs(parent=os.getpid())
     typed = keep_text(arguments)
     if _rank() > 0:
@@ -182,7 +188,7 @@ def execute(values: DictConfig, *, parent: int) -> None:
     if hydra.mode is RunMode.MULTIRUN and world > 1 and os.getpid() == parent:
         raise Refusal(
             f"a sweep under a launcher of {world} ranks: start it without torchrun or srun, it "
-            "starts the ranks of each job itself, or choose hydra/launcher=submitit_slurm"
+            "starts the ranks of each job itself, or choose hydra/launcher=slurm"
         )
     config = typed_config(values, run_dir="")
     config = replace(config, run_dir=run_directory(hydra, run_name=config.run_name))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from bounds import BOUND_SECONDS
 
+from olmo_rl import progress
 from olmo_rl.config import Config, TrainerConfig
+from olmo_rl.running import heartbeat
 from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
 from olmo_rl.running.rank_process import threads_per_rank
 from olmo_rl.running.ranks import run_ranks
@@ -243,6 +247,39 @@ def test_a_rank_that_dies_in_native_code_is_named_and_tells_where_its_threads_we
     assert_all_ended(tmp_path, ranks=2)
 
 
+def stop_rank_1_while_rank_0_waits_for_it(config: Config) -> None:
+    import torch.distributed as dist
+
+    note(config, f"pid{rank()}", str(os.getpid()))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+    progress.note_update(12, packs=5)
+    progress.note_pack(3)
+    progress.note_phase("backward")
+    progress.note_collective("sum_over_ranks")
+    time.sleep(2 * heartbeat.BEAT_SECONDS)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def test_a_stopped_rank_is_named_with_its_place_before_the_job_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "STOPPED_SECONDS", 1.0)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.5)
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(stop_rank_1_while_rank_0_waits_for_it, world(2, directory=tmp_path))
+    assert_all_ended(tmp_path, ranks=2)
+    place = (
+        "rank 1 has not moved since update 12, pack 3 of 5, phase backward, last collective sum_over_ranks"
+    )
+    for text in (capfd.readouterr().err, str(failed.value)):
+        assert place in text
+        assert f"s on host {socket.gethostname()} (process {(tmp_path / 'pid1').read_text()}" in text
+        assert ", stopped by a signal)" in text
+    assert "rank 0 failed" in str(failed.value)
+
+
 def save_and_exit_75(config: Config) -> None:
     note(config, f"pid{rank()}", str(os.getpid()))
     wait_for_files(Path(config.run_dir), "pid0")
@@ -377,6 +414,21 @@ def test_a_signal_outside_of_updates_ends_one_process_with_128_and_its_number(
     assert signal.getsignal(number) == handler
 
 
+def hide_the_signal(config: Config) -> None:
+    """As torch does where a signal arrives while a checkpoint is read."""
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(BOUND_SECONDS)
+    except BaseException as error:
+        raise Refusal("ckpt_path: the checkpoint cannot be read: give another") from error
+
+
+def test_a_signal_is_no_refusal_where_a_library_wraps_it(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted) as ended:
+        run_ranks(hide_the_signal, world(1, directory=tmp_path))
+    assert ended.value.code == 128 + signal.SIGUSR1
+
+
 def test_ranks_end_of_signals_without_a_traceback_and_with_a_killed_supervisor(tmp_path: Path) -> None:
     process = supervisor(tmp_path, be_terminated, be_interrupted, resist_sigterm)
     try:
@@ -450,6 +502,24 @@ def test_a_rank_of_srun_gets_the_variables_that_torchrun_would_set() -> None:
 
 
 @pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node7", "node7"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("a,b[1-2]", "a"),
+        ("r[1-2]-ib", "r1-ib"),
+        ("127.0.0.[1-2]", "127.0.0.1"),
+    ],
+)
+def test_ranks_that_srun_starts_without_our_script_meet_on_the_first_host(hosts: str, first: str) -> None:
+    environ = {name: value for name, value in SRUN.items() if name != "MASTER_ADDR"}
+    environ |= {"SLURM_STEP_NODELIST": hosts, "SLURM_STEP_ID": "1"}
+    found = rank_variables(environ, config=world(2, nodes=2))
+    assert found is not None
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == (first, "18553")
+
+
+@pytest.mark.parametrize(
     ("environ", "devices", "nodes", "words"),
     [
         (
@@ -460,7 +530,6 @@ def test_a_rank_of_srun_gets_the_variables_that_torchrun_would_set() -> None:
         ),
         (SRUN, 4, 1, ["SLURM_NTASKS=4", "2(x2)", "trainer.devices=4", "--ntasks-per-node"]),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1"}, 2, 2, ["3,1", "trainer.devices=2"]),
-        ({k: v for k, v in SRUN.items() if k != "MASTER_ADDR"}, 2, 2, ["MASTER_ADDR", "launch/slurm.sbatch"]),
         (TORCHRUN, 4, 1, ["WORLD_SIZE=2", "trainer.devices=4 x trainer.num_nodes=1"]),
         (TORCHRUN, 1, 2, ["WORLD_SIZE=2", "2 of them here", "trainer.devices=1 x trainer.num_nodes=2"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, 2, 1, ["LOCAL_RANK", "MASTER_ADDR", "launch/torchrun.sh"]),

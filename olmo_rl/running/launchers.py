@@ -56,17 +56,29 @@ def rank_variables(environ: Mapping[str, str], *, config: Config) -> dict[str, s
             f"srun started SLURM_NTASKS={tasks} ranks (SLURM_NTASKS_PER_NODE={per_node}), but {ours}: "
             "give --ntasks-per-node and trainer.devices, --nodes and trainer.num_nodes the same numbers"
         )
-    if trainer.num_nodes > 1 and "MASTER_ADDR" not in environ:
-        raise Refusal("MASTER_ADDR is not set: start the ranks of several nodes with launch/slurm.sbatch")
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(trainer.devices),
         "GROUP_RANK": environ.get("SLURM_NODEID", "0"),
-        "MASTER_ADDR": environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": environ.get("MASTER_PORT", str(15000 + int(environ["SLURM_JOB_ID"]) % 10000)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_port(environ)),
     }
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """The host of rank 0: the first one of a list such as `gpu[03-05,9],login`."""
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
+    assert found is not None
+    return "".join(part or "" for part in found.groups())
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """A port that other jobs of a node do not use, nor other steps of this one."""
+    step = environ["SLURM_STEP_ID"]
+    return 15000 + (int(environ["SLURM_JOB_ID"]) + 97 * (int(step) if step.isdecimal() else 0)) % 10000
 
 
 def _by_torchrun(environ: Mapping[str, str]) -> bool:

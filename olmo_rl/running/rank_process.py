@@ -8,21 +8,24 @@ Torch is imported where it is used: a process pays for what its part needs.
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
 import importlib
 import os
+import shutil
 import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn, cast
 
 from olmo_rl.config import Config
 from olmo_rl.run_directory import EXIT_INTERRUPTED
-from olmo_rl.types import Interrupted
+from olmo_rl.types import Interrupted, Refusal
 
 Entry = Callable[[Config], None]
 
@@ -48,6 +51,26 @@ def keep_freed_memory() -> None:
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that glibc takes
 
 
+def device_variables(environ: Mapping[str, str], *, config: Config) -> dict[str, str]:
+    """Variables of the GPU allocator and of NCCL that ranks need unless the environment sets them itself:
+    segments that grow do not fragment under packs of changing shapes, and NCCL prints why it failed.
+    """
+    if config.trainer.accelerator == "cpu":
+        return {}
+    wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "WARN"}
+    if "PYTORCH_CUDA_ALLOC_CONF" in environ:  # the older name of the first
+        del wanted["PYTORCH_ALLOC_CONF"]
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def end_with_launcher(environ: Mapping[str, str]) -> None:
+    """Under torchrun, end when it ends: its death by SIGKILL would leave this rank behind. A step of SLURM
+    ends with its daemon by itself.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        end_with_parent(os.getppid())
+
+
 def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process when its parent ends, also where no Python code could notice. Linux
     alone has this; elsewhere the end of the supervisor's socket does it within a fraction of a second.
@@ -68,11 +91,31 @@ def call(entry: Entry | str, config: Config) -> None:
     if config.trainer.accelerator == "cpu":
         keep_freed_memory()
     try:
-        imported(entry)(config)
+        with full_disks_refused(config.run_dir):
+            imported(entry)(config)
     except SystemExit as end:
         if isinstance(end, Interrupted) or end.code == EXIT_INTERRUPTED:
             raise
         raise RuntimeError(f"something that this job called ended the process: sys.exit({end.code})") from end
+
+
+@contextmanager
+def full_disks_refused(run_dir: str) -> Iterator[None]:
+    """Raise Refusal, with numbers, where a block finds no space on a disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = Path(error.filename or run_dir or ".")
+        place = next(path for path in (where, *where.absolute().parents) if path.is_dir())
+        usage = shutil.disk_usage(place)
+        quota = " of this user (a quota)" if error.errno == errno.EDQUOT else ""
+        raise Refusal(
+            f"disk full: {where} cannot be written, {usage.free / 2**20:,.0f} of "
+            f"{usage.total / 2**20:,.0f} MiB are free there{quota}: free space, and give the command again "
+            "with ckpt_path=auto"
+        ) from error
 
 
 def imported(entry: Entry | str) -> Entry:
@@ -101,11 +144,14 @@ def leave_terminal(number: int) -> None:
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise Interrupted in the main thread; afterwards they do what they
-    did.
+    did. A library that turns it into an error of its own, as torch does while it loads a checkpoint, changes
+    nothing: the block ends by Interrupted.
     """
+    received: list[int] = []
 
     def end(signum: int, _frame: FrameType | None) -> NoReturn:
         leave_terminal(signum)
+        received.append(signum)
         raise Interrupted(128 + signum)
 
     if threading.current_thread() is not threading.main_thread():
@@ -114,6 +160,10 @@ def ended_by_signals() -> Iterator[None]:
     before = {signum: signal.signal(signum, end) for signum in handled_signals()}
     try:
         yield
+    except Exception as error:
+        if received:
+            raise Interrupted(128 + received[0]) from error
+        raise
     finally:
         for signum, handler in before.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)

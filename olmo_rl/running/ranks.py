@@ -14,10 +14,13 @@ from contextlib import contextmanager
 
 from olmo_rl.backends import missing
 from olmo_rl.config import BalanceKind, Config
+from olmo_rl.running.heartbeat import beating
 from olmo_rl.running.launchers import launched_rank, rank_variables
 from olmo_rl.running.rank_process import (
     Entry,
     call,
+    device_variables,
+    end_with_launcher,
     ended_by_signals,
     identity_of,
     leave_process_group,
@@ -74,17 +77,20 @@ def _compile_planner(config: Config) -> None:
 
 
 def _run_launched(entry: Entry | str, config: Config, *, variables: Mapping[str, str]) -> None:
+    end_with_launcher(os.environ)
+    variables = {**variables, **device_variables(os.environ, config=config)}
     with _environment(variables), ended_by_signals():
         if "OMP_NUM_THREADS" not in os.environ:
             import torch
 
             torch.set_num_threads(threads_per_rank(config.trainer.devices))
-        call(entry, config)
+        with beating(config.run_dir, environ=os.environ, watches=True):
+            call(entry, config)
         leave_process_group()
 
 
 def _run_alone(entry: Entry | str, config: Config) -> None:
-    identity = identity_of(0, world_size=1)
+    identity = {**identity_of(0, world_size=1), **device_variables(os.environ, config=config)}
     with ended_by_signals(), rendezvous(world_size=1) as variables, _environment({**variables, **identity}):
         try:
             call(entry, config)
