@@ -1,5 +1,6 @@
 # make train   a tiny hybrid MoE learns 2-digit addition on this machine's CPU (about four minutes on two idle cores, and two for the set-up)
 # make test    the tests (about thirteen minutes on two cores)
+# make test-services  tests that start a SLURM of their own (apt-get install slurm-wlm munge; about five minutes)
 # make lint    style, types, shell scripts
 # make docs    the documentation site, into build/site
 # The first call makes .venv (two minutes); later ones reuse it until pyproject.toml or constraints.txt change.
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --no-compile --progress-bar off --constraint constraints.txt
 
-.PHONY: train test lint docs clean
+.PHONY: train test test-services lint docs clean
 
 train: $(VENV)/.core
 	$(BIN)/python train.py +experiment=packed_moe $(ARGS)
@@ -22,11 +23,14 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) \
 		--dist loadfile --no-loadscope-reorder $(ARGS)
 
+test-services: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm $(ARGS)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck launch/torchrun.sh launch/slurm.sbatch .ci/run
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run
 
 docs: $(VENV)/.dev
 	rm -rf build/docs build/site

@@ -92,7 +92,7 @@ def check(words: list[str], *, mark: str | None, steps: dict[str, int], session:
             assert arguments[1] == "venv" or importlib.util.find_spec(arguments[1]) is not None, line
         case "python":
             subprocess.run([sys.executable, *arguments], cwd=session, check=True, timeout=60)
-        case "torchrun.sh" | "sbatch":
+        case "torchrun.sh" | "preflight.sh" | "sbatch":
             script = next(word for word in words if word.startswith("launch/"))
             assert (ROOT / script).is_file(), line
             assert invalid([word for word in arguments if "=" in word and not word.startswith("--")]) == []
@@ -108,7 +108,7 @@ def invalid(arguments: Sequence[str]) -> list[str]:
     """Reasons against the configuration, those of the disk aside."""
     given = [argument for argument in arguments if not argument.startswith("-")]
     values = [re.sub(r"=([\w.-]+),[\w.,-]+$", r"=\1", argument) for argument in given]
-    launcher = [argument for argument in values if argument.startswith("hydra/")]
+    launcher = [argument for argument in values if argument.startswith(("hydra/", "hydra."))]
     config = compose(*[argument for argument in values if argument not in launcher])
     return [reason for reason in refusals(replace(config, run_dir="")) if "(read from disk)" not in reason]
 
