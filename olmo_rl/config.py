@@ -994,6 +994,13 @@ class ScoringConfig:
     max_behavior_gap: float | None = key(None, "mean absolute policy - behaviour, null = off", above=0)
 
 
+_SAVES = Needs(
+    lambda c: c.callbacks.saves_between,
+    "without callbacks.checkpoint_interval and callbacks.checkpoint_minutes",
+    "set one of them",
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class CallbacksConfig:
     """What happens around updates."""
@@ -1002,15 +1009,16 @@ class CallbacksConfig:
     checkpoint_minutes: float | None = key(
         15.0, "minutes of training between checkpoints, null = not by time", above=0
     )
+    checkpoint_async: bool = key(
+        True,
+        "write checkpoints between updates beside the training, from a copy in CPU memory",
+        needs=_SAVES,
+    )
     keep_checkpoints: int = key(
         2,
         "newest ones that stay",
         min=1,
-        needs=Needs(
-            lambda c: c.callbacks.saves_between,
-            "without callbacks.checkpoint_interval and callbacks.checkpoint_minutes",
-            "set one of them",
-        ),
+        needs=_SAVES,
     )
     progress: bool = key(True, "bar over packs and updates")
     pictures: bool = key(True, "reward.png and packs.png at the end")

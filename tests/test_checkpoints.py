@@ -8,12 +8,16 @@ import os
 import re
 import shutil
 import signal
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bounds import BOUND_SECONDS
 from lightning.pytorch import Callback
 from torch import Tensor
 from training_cases import MODEL, Run, config_of, files, fit, identical, masked, samples_of, write_files
@@ -46,11 +50,12 @@ from olmo_rl.run_directory import (
     named_checkpoints,
     prune_checkpoints,
 )
+from olmo_rl.running import checkpoint_writer
 from olmo_rl.running.metrics_csv import MetricsCsv, read_metrics
 from olmo_rl.running.rank_process import handled_signals
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.optimizer import parameter_groups
-from olmo_rl.types import Refusal
+from olmo_rl.types import RankFailed, Refusal
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=4, weight_decay=0.05)
 FILES = 6
@@ -537,7 +542,9 @@ def test_a_signal_ends_the_run_after_its_update_with_a_checkpoint_to_resume_from
 
 def test_checkpoints_follow_minutes_too(tmp_path: Path) -> None:
     write_files(tmp_path / "run", files(FILES))
-    saving = CallbacksConfig(progress=False, pictures=False, checkpoint_minutes=1e-9, keep_checkpoints=3)
+    saving = CallbacksConfig(
+        progress=False, pictures=False, checkpoint_minutes=1e-9, keep_checkpoints=3, checkpoint_async=False
+    )
     fit(file_config(tmp_path / "run", updates=3, callbacks=saving))
     assert names(tmp_path / "run") == ["step-1", "step-2", "step-3"]
 
@@ -562,6 +569,108 @@ def test_a_full_disk_is_named_with_numbers_and_earlier_checkpoints_stay(
     directory = tmp_path / "run" / "checkpoints"
     assert reason.startswith(f"disk full: a checkpoint in {directory} needs ")
     assert "MiB free: free space there and continue with ckpt_path=last; step-1 is complete" in reason
+    check_same_end(fit(resumed(config, updates=4)), straight)
+
+
+def saving(*, beside: bool, **values: Any) -> CallbacksConfig:
+    fields = {"checkpoint_interval": 1, "keep_checkpoints": 4, "checkpoint_async": beside}
+    return CallbacksConfig(progress=False, pictures=False, **(fields | values))
+
+
+def test_a_save_beside_training_has_the_bytes_of_one_that_training_waits_for(tmp_path: Path) -> None:
+    hashes = []
+    for beside in (True, False):
+        run_dir = tmp_path / str(beside) / "run"
+        write_files(run_dir, files(FILES))
+        fit(file_config(run_dir, updates=3, callbacks=saving(beside=beside)))
+        manifests = [
+            json.loads((run_dir / "checkpoints" / f"step-{n}" / MANIFEST).read_text()) for n in (1, 2, 3)
+        ]
+        hashes.append([m["sha256"]["__0_0.distcp"] for m in manifests])
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes[0])) == 3
+
+
+def until(event: threading.Event) -> None:
+    assert event.wait(BOUND_SECONDS), "nobody let it go on"
+
+
+class AfterUpdate(Callback):
+    """Calls a function when an update has ended."""
+
+    def __init__(self, update: int, function: Callable[[], Any]) -> None:
+        self._update, self._function = update, function
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self._update:
+            self._function()
+
+
+def test_training_goes_on_beside_a_save_and_the_checkpoint_has_its_name_only_when_whole(
+    straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    go_on, seen = threading.Event(), []
+
+    def finish(scratch: Path, *, final: Path) -> None:
+        until(go_on)
+        finish_checkpoint(scratch, final=final)
+
+    def look() -> None:
+        seen.extend(names(tmp_path / "run"))
+        go_on.set()
+
+    monkeypatch.setattr(checkpoint_writer, "finish_checkpoint", finish)
+    config = file_config(tmp_path / "run", updates=4, callbacks=saving(beside=True, checkpoint_interval=2))
+    fit(config, callbacks=[AfterUpdate(3, look)])  # one update after the save began
+    assert seen == ["step-2.incomplete"]
+    assert names(tmp_path / "run") == ["step-2", "step-4"]
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
+    check_same_end(fit(resumed(config, updates=4)), straight)
+
+
+def test_a_save_beside_training_that_fails_ends_the_run_after_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    ended = threading.Event()
+
+    def finish(scratch: Path, *, final: Path) -> None:
+        if final.name == "step-2":
+            ended.set()
+            raise OSError(errno.EIO, "Input/output error")
+        finish_checkpoint(scratch, final=final)
+
+    monkeypatch.setattr(checkpoint_writer, "finish_checkpoint", finish)
+    config = file_config(tmp_path / "run", updates=6, callbacks=saving(beside=True, checkpoint_interval=2))
+    recorder = AfterUpdate(3, lambda: (until(ended), time.sleep(0.2)))
+    with pytest.raises(
+        RankFailed, match=r"step-2\.incomplete: the save failed, OSError: .*no earlier checkpoint"
+    ):
+        fit(config, callbacks=[recorder])
+    rows = read_metrics(tmp_path / "run" / "metrics.csv")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4][: len(rows)]
+    assert len(rows) < 6
+
+
+def test_a_signal_beside_a_save_completes_both_checkpoints(
+    straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    go_on = threading.Event()
+
+    def finish(scratch: Path, *, final: Path) -> None:
+        until(go_on)
+        finish_checkpoint(scratch, final=final)
+
+    monkeypatch.setattr(checkpoint_writer, "finish_checkpoint", finish)
+    config = file_config(tmp_path / "run", updates=4, callbacks=saving(beside=True, checkpoint_interval=2))
+    signalled = AfterUpdate(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    release = AfterUpdate(2, lambda: threading.Timer(0.5, go_on.set).start())
+    run = fit(config, callbacks=[signalled, release])
+    assert run.checkpoints.interrupted
+    assert names(tmp_path / "run") == ["step-2", "step-3"]
     check_same_end(fit(resumed(config, updates=4)), straight)
 
 

@@ -1,7 +1,7 @@
 """When a run saves, and how it ends: after an interruption, or by a refusal in the middle.
 
 A checkpoint is written into a scratch directory by all ranks; rank 0 gives it its name when everybody has
-finished (run_directory.py). A run that names an older checkpoint by `ckpt_path` is another run: it has a
+finished (checkpoint_writer.py). A run that names an older checkpoint by `ckpt_path` is another run: it has a
 directory of its own, and nobody deletes what lies in a directory that is not theirs.
 """
 
@@ -12,32 +12,20 @@ import shutil
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
-from olmo_rl.chosen_checkpoint import best_checkpoint
 from olmo_rl.config import Config
-from olmo_rl.replaced_runs import discard_replaced
-from olmo_rl.run_directory import (
-    SCRATCH,
-    causes,
-    checkpoint_directory,
-    checkpoint_path,
-    complete_checkpoints,
-    disk_full,
-    finish_checkpoint,
-    prune_checkpoints,
-)
+from olmo_rl.run_directory import SCRATCH, checkpoint_directory
+from olmo_rl.running.checkpoint_writer import CheckpointWriter
 from olmo_rl.running.rank_process import handled_signals, leave_terminal, say
 from olmo_rl.training.lightning_internals import write_row
-from olmo_rl.types import RankFailed, Refusal
+from olmo_rl.types import Refusal
 
 # For ranks that were refused the same to come together; a rank that was not never comes.
 _TOGETHER = timedelta(seconds=20)
@@ -46,6 +34,10 @@ _TOGETHER = timedelta(seconds=20)
 class Checkpoints(Callback):
     """Saves every `callbacks.checkpoint_interval` updates, `callbacks.checkpoint_minutes` after the last
     save, at the end, and before an interruption or a refusal that met every rank ends the run.
+
+    Between updates a save is written beside the training that goes on; one at a time: a save that an interval
+    asks for waits for the one before it, one that minutes ask for follows it. Its failure ends the run after
+    the update in which it happens. The last save of a run is awaited.
 
     SIGINT, SIGTERM, SIGHUP and SIGUSR1 set a flag; after the current update all ranks agree on it, save
     outside the handler and stop. `interrupted` then makes the recipe exit with code 75. A second SIGINT ends
@@ -60,6 +52,7 @@ class Checkpoints(Callback):
         self._last_saved = -1
         self._saved_at = time.monotonic()
         self._leavers: dist.ProcessGroup | None = None
+        self._writer: CheckpointWriter | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,6 +66,7 @@ class Checkpoints(Callback):
         if trainer.is_global_zero:  # what a killed run was writing
             for scratch in checkpoint_directory(self._config.run_dir).glob(f"step-*{SCRATCH}"):
                 shutil.rmtree(scratch)
+        self._writer = CheckpointWriter(self._config, trainer)
         for number in handled_signals():
             self._handlers[number] = signal.signal(number, self._on_signal)
 
@@ -86,6 +80,8 @@ class Checkpoints(Callback):
                     f"continue {self._config.run_dir} with ckpt_path=last",
                     flush=True,
                 )
+        if self._writer is not None:  # a save beside training, of updates before the failure
+            self._writer.await_end(seconds=_TOGETHER.total_seconds())
         self._restore_handlers()
 
     def _unsaved(self, trainer: Trainer) -> bool:
@@ -118,17 +114,27 @@ class Checkpoints(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        flags = torch.tensor([max(self._signals, default=0), self._minutes_are_over()])
-        flags = flags.to(pl_module.device)
+        assert self._writer is not None
+        events = [
+            max(self._signals, default=0),
+            self._minutes_are_over(),
+            self._writer.failed,
+            self._writer.busy,
+        ]
+        flags = torch.tensor(events).to(pl_module.device)
         if trainer.world_size > 1:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        number, late = flags.tolist()
+        number, late, failed, busy = flags.tolist()
+        if failed:
+            self._writer.complete()  # raises
         self.interrupted = bool(number)
         interval = self._config.callbacks.checkpoint_interval
         step = trainer.global_step  # 0 while the first steps have nothing to train on
         due = interval is not None and step // interval > max(0, self._last_saved) // interval
-        if self.interrupted or due or (late and step > 0):
+        if self.interrupted:
             self._save(trainer)
+        elif due or (late and step > 0 and not busy):
+            self._save(trainer, beside=self._config.callbacks.checkpoint_async)
         if self.interrupted:
             trainer.should_stop = True
             if trainer.is_global_zero:
@@ -147,54 +153,13 @@ class Checkpoints(Callback):
         self._save(trainer)
         self._restore_handlers()
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, *, beside: bool = False) -> None:
         """A collective of all ranks: complete or absent, then the oldest go."""
+        assert self._writer is not None, "training has started"
         if trainer.global_step == self._last_saved:
+            self._writer.complete()
             return
         self._last_saved = trainer.global_step
         write_row(trainer)
-        final = checkpoint_path(self._config.run_dir, step=trainer.global_step)
-        scratch = final.with_name(final.name + SCRATCH)
-        if trainer.is_global_zero and scratch.exists():
-            shutil.rmtree(scratch)
-        trainer.strategy.barrier()
-        needed = state_bytes(trainer)
-        try:
-            trainer.save_checkpoint(scratch)
-            trainer.strategy.barrier()
-            if trainer.is_global_zero:
-                if final.exists():  # damaged: a complete one would have been resumed from
-                    shutil.rmtree(final)
-                finish_checkpoint(scratch, final=final)
-        except (CheckpointException, OSError, RuntimeError) as error:  # the first is no Exception
-            if (failed := self._failed_save(error, scratch=scratch, needed=needed)) is None:
-                raise
-            raise failed from error
-        if trainer.is_global_zero:
-            discard_replaced(self._config)
-            keep, run_dir = self._config.callbacks.keep_checkpoints, self._config.run_dir
-            prune_checkpoints(run_dir, keep=keep, best=best_checkpoint(run_dir))
-        trainer.strategy.barrier()
+        self._writer.save(trainer, beside=beside)
         self._saved_at = time.monotonic()
-
-    def _failed_save(self, error: BaseException, *, scratch: Path, needed: int) -> Exception | None:
-        """Return what a failed save raises in place of its error, None: that error. Earlier checkpoints are
-        complete and stay.
-        """
-        saved = complete_checkpoints(self._config.run_dir)
-        kept = f"{saved[-1].name} is complete" if saved else "there is no earlier checkpoint"
-        if (full := disk_full(error, directory=scratch.parent, needed=needed)) is not None:
-            return Refusal(f"{full}: free space there and continue with ckpt_path=last; {kept}")
-        if isinstance(error, Exception):
-            return None
-        first = causes(error)[-1]
-        return RankFailed(f"{scratch}: the save failed, {type(first).__name__}: {first}; {kept}")
-
-
-def state_bytes(trainer: Trainer) -> int:
-    """Return the bytes of all tensors of a checkpoint, of all ranks: weights and the optimizer's state."""
-    tensors: list[torch.Tensor] = [*trainer.lightning_module.parameters()]
-    for optimizer in trainer.optimizers:
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -23,6 +23,7 @@ from lightning.fabric.plugins.environments import (
     LightningEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -77,6 +78,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.compile_backend = "inductor"
         self.logprobs, self.logprob_chunk = config.policy.logprobs, config.policy.logprob_chunk
         self._dims: titan.ParallelDims | None = None
+        self._collects, self._collected = False, dict[str, Any]()
 
     def join(self) -> None:
         """Join the process group before Lightning does, for decisions that ranks must share. A Trainer owns
@@ -124,6 +126,27 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if self.compiles:
             self.graphs = self.graphs or GraphLog()
             compile_regions(decoder, static_rows=self.static_rows, backend=self.compile_backend)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        if self._collects:
+            self._collected = checkpoint
+        else:  # a callback of the user
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def state_of(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what a checkpoint of this moment contains, without writing it: tensors on the CPU, which
+        may be those that train. A collective of all ranks.
+        """
+        self._collects = True
+        try:
+            trainer.save_checkpoint("")  # through every hook of Lightning
+        finally:
+            self._collects = False
+        collected, self._collected = self._collected, {}
+        return collected
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
