@@ -23,15 +23,16 @@ from olmo_rl.user_code import load_surrogate
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """A capability row. `head_multiple`, `head_max`: head widths it takes. `documents`: honours document
-    boundaries; `sliding`: a window of the last tokens. `module`: what must be importable, None = nothing
-    beside torch, and `install` how to get it. `computes`: compute capabilities of the GPU, from and to
-    (exclusive).
+    boundaries; `branches`: computes rows that several documents share; `sliding`: a window of the last
+    tokens. `module`: what must be importable, None = nothing beside torch, and `install` how to get it.
+    `computes`: compute capabilities of the GPU, from and to (exclusive).
     """
 
     name: str
     devices: frozenset[str]
     dtypes: frozenset[str]
     documents: bool
+    branches: bool = False
     sliding: bool = True
     head_multiple: int = 1
     head_max: int | None = None
@@ -56,7 +57,7 @@ ATTENTION_BACKENDS: dict[str, Backend] = {
     row.name: row
     for row in (
         Backend(name="torch", devices=_ANY, dtypes=_ALL, documents=False),
-        Backend(name="reference", devices=_ANY, dtypes=_ALL, documents=True),
+        Backend(name="reference", devices=_ANY, dtypes=_ALL, documents=True, branches=True),
         Backend(
             name="varlen",
             devices=_CUDA,
@@ -106,7 +107,7 @@ ATTENTION_BACKENDS: dict[str, Backend] = {
 LINEAR_BACKENDS: dict[str, Backend] = {
     row.name: row
     for row in (
-        Backend(name="reference", devices=_ANY, dtypes=_ALL, documents=True, sliding=False),
+        Backend(name="reference", devices=_ANY, dtypes=_ALL, documents=True, branches=True, sliding=False),
         Backend(
             name="fla",
             devices=_CUDA,

@@ -32,8 +32,8 @@ from olmo_rl.data.collate import collate, count_normalisers
 from olmo_rl.data.packs import Pack, PackContext, RouteMode
 from olmo_rl.policy.attention import DocumentAttention, document_attention
 from olmo_rl.policy.compiling import GraphLog, compile_regions, region
-from olmo_rl.policy.delta_rule import kda_chunked
-from olmo_rl.policy.kda import KimiDeltaAttention, gated_delta_rule, short_convolution
+from olmo_rl.policy.delta_rule import chunk_table, kda_chunked
+from olmo_rl.policy.kda import KimiDeltaAttention, gated_delta_rule, short_convolution, tap_table
 from olmo_rl.policy.kernels import fla_convolution
 from olmo_rl.policy.logprobs import Head, LogprobRequest, score_tokens
 from olmo_rl.policy.loss import policy_loss, scored_slots
@@ -163,7 +163,8 @@ def kda_kernel() -> str:
             return gated_delta_rule(q, k=k, v=v, g=g, beta=beta, context=context, backend="fla")
 
         def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-            return kda_chunked(q, k=k, v=v, g=g, beta=beta, boundaries=context.boundaries)
+            table = chunk_table(context.boundaries, device=q.device)
+            return kda_chunked(q, k=k, v=v, g=g, beta=beta, table=table)
 
         inputs = (q.bfloat16(), k.bfloat16(), v, g, beta)
         out, gradient = against_reference(kernel, reference, inputs)
@@ -181,9 +182,10 @@ def convolution_kernel() -> str:
     _need_fla()
     context, total = context_of(LENGTHS), sum(LENGTHS)
     inputs = (normal(total, 96, seed=1), normal(96, 4, seed=2))
+    taps = tap_table(context.forest, reach=3, device=inputs[0].device)
     out, gradient = against_reference(
         lambda x, w: fla_convolution(x, weight=w, context=context),
-        lambda x, w: short_convolution(x, weight=w, boundaries=context.boundaries),
+        lambda x, w: short_convolution(x, weight=w, table=taps),
         inputs,
     )
     isolated(

@@ -64,8 +64,8 @@ MUTATIONS = {
     ),
     "labels shifted by one more in every further document of a pack": Mutation(
         file="policy/loss.py",
-        old="rows=slots - 1,",
-        new="rows=slots - 1 - pack.document_ids[slots],",
+        old="rows=pack.rows_of(heads - 1),",
+        new="rows=pack.rows_of(heads - 1 - pack.document_ids[heads]),",
         # Rows of other documents' tails are scored, whose routes depend on the expert-parallel degree.
         rules=frozenset({"packing", "topology", "experts"}),
     ),

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from olmo_rl.config import ModelConfig
 from olmo_rl.data.packs import PackContext
+from olmo_rl.planning.forest import Forest
 from olmo_rl.policy import kernels
 from olmo_rl.policy.delta_rule import CHUNK, chunk_table, kda_chunked, kda_recurrent, kda_step
-from olmo_rl.policy.kda import DecayGate, KimiDeltaAttention, short_convolution
+from olmo_rl.policy.kda import DecayGate, KimiDeltaAttention, short_convolution, tap_table
 from olmo_rl.types import Refusal
 
 LENGTHS = (1, 2, 15, 16, 17, 40, 3, 64, 33)
@@ -39,6 +40,17 @@ def context_of(lengths: Sequence[int]) -> PackContext:
         max_seqlen=max(lengths),
         real_tokens=sum(lengths),
     )
+
+
+def chunked(q: Tensor, *, boundaries: Sequence[int], **inputs: Tensor) -> Tensor:
+    """The delta rule over documents with these boundaries."""
+    return kda_chunked(q, **inputs, table=chunk_table(boundaries, device=q.device))
+
+
+def convolved(x: Tensor, *, weight: Tensor, boundaries: Sequence[int]) -> Tensor:
+    """The convolution of documents with these boundaries."""
+    table = tap_table(Forest.roots(boundaries), reach=weight.shape[1] - 1, device=x.device)
+    return short_convolution(x, weight=weight, table=table)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -82,7 +94,7 @@ def test_the_recurrence_by_hand() -> None:
     # half of 2.
     for boundaries, expected in (((0, 3), [8.0, 4.0, 2.0]), ((0, 2, 3), [8.0, 4.0, 1.0])):
         slow, _ = kda_recurrent(q, k=k, v=v, g=g, beta=beta, boundaries=boundaries)
-        fast = kda_chunked(q, k=k, v=v, g=g, beta=beta, boundaries=boundaries)
+        fast = chunked(q, k=k, v=v, g=g, beta=beta, boundaries=boundaries)
         assert torch.allclose(slow.flatten(), torch.tensor(expected, dtype=torch.float64), atol=1e-14)
         assert torch.allclose(fast.flatten(), torch.tensor(expected, dtype=torch.float64), atol=1e-14)
 
@@ -92,7 +104,7 @@ def test_the_recurrence_by_hand() -> None:
 def test_chunked_equals_recurrent_in_values_and_all_gradients(decay: float, beta: float) -> None:
     inputs = draw(sum(LENGTHS), decay=decay, beta=beta)
     slow, _ = kda_recurrent(**inputs, boundaries=bounds(LENGTHS))
-    fast = kda_chunked(**inputs, boundaries=bounds(LENGTHS))
+    fast = chunked(**inputs, boundaries=bounds(LENGTHS))
     assert (slow - fast).abs().max() < 1e-10
     for name, a, b in zip(inputs, gradients(slow, inputs), gradients(fast, inputs), strict=True):
         assert (a - b).abs().max() < 1e-10 * (1 + a.abs().max()), name
@@ -103,7 +115,7 @@ def test_chunked_equals_recurrent_in_values_and_all_gradients(decay: float, beta
 def test_any_lengths_give_the_recurrence(lengths: list[int], seed: int) -> None:
     inputs = draw(sum(lengths), decay=2.0, seed=seed)
     slow, _ = kda_recurrent(**inputs, boundaries=bounds(lengths))
-    fast = kda_chunked(**inputs, boundaries=bounds(lengths))
+    fast = chunked(**inputs, boundaries=bounds(lengths))
     assert (slow - fast).abs().max() < 1e-10
     for a, b in zip(gradients(slow, inputs), gradients(fast, inputs), strict=True):
         assert (a - b).abs().max() < 1e-10 * (1 + a.abs().max())
@@ -114,12 +126,12 @@ def test_gradients_agree_with_finite_differences() -> None:
     rank = list(inputs)
 
     def run(*values: Tensor) -> Tensor:
-        return kda_chunked(**dict(zip(rank, values, strict=True)), boundaries=(0, 4, CHUNK + 7))
+        return chunked(**dict(zip(rank, values, strict=True)), boundaries=(0, 4, CHUNK + 7))
 
     assert torch.autograd.gradcheck(run, tuple(inputs.values()), fast_mode=True)
     x, weight = normal(9, 4, seed=1).requires_grad_(), normal(4, 4, seed=2).requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x, w: short_convolution(x, weight=w, boundaries=(0, 1, 3, 9)), (x, weight), fast_mode=True
+        lambda x, w: convolved(x, weight=w, boundaries=(0, 1, 3, 9)), (x, weight), fast_mode=True
     )
 
 
@@ -128,7 +140,7 @@ def test_chunked_equals_the_naive_form_of_flash_linear_attention() -> None:
         "fla.ops.kda.naive", reason="flash-linear-attention is not installed (extra: fla)"
     )
     inputs = draw(sum(LENGTHS), decay=2.0, dtype=torch.float32)
-    ours = kda_chunked(**inputs, boundaries=bounds(LENGTHS))
+    ours = chunked(**inputs, boundaries=bounds(LENGTHS))
     parts = []
     for start, stop in pairwise(bounds(LENGTHS)):
         part = {name: x[None, start:stop] for name, x in inputs.items()}
@@ -142,7 +154,7 @@ def test_strong_decay_stays_finite_and_exact_in_float32(decay: float) -> None:
     exact["g"] = torch.full_like(exact["g"], -decay).requires_grad_()
     single = {name: x.detach().float().requires_grad_() for name, x in exact.items()}
     slow, _ = kda_recurrent(**exact, boundaries=(0, 100))
-    fast = kda_chunked(**single, boundaries=(0, 100))
+    fast = chunked(**single, boundaries=(0, 100))
     assert (slow - fast).abs().max() < 1e-6
     for a, b in zip(gradients(slow, exact), gradients(fast, single), strict=True):
         assert b.isfinite().all()
@@ -187,10 +199,7 @@ def test_with_boundaries_withheld_from_the_convolution_exactly_its_reach_leaks()
     other[:5] += 1
     weight = normal(6, 4, seed=2)
     kept, leaky = (
-        (
-            short_convolution(x, weight=weight, boundaries=b)
-            - short_convolution(other, weight=weight, boundaries=b)
-        )
+        (convolved(x, weight=weight, boundaries=b) - convolved(other, weight=weight, boundaries=b))
         .abs()
         .amax(1)[5:]
         for b in ((0, 5, 12), (0, 12))
@@ -204,7 +213,7 @@ def test_with_boundaries_withheld_from_the_delta_rule_every_later_row_moves() ->
     inputs = draw(40, decay=0.05)
     changed = dict(inputs, v=torch.cat([inputs["v"][:5] + 1, inputs["v"][5:]]))
     kept, leaky = (
-        (kda_chunked(**inputs, boundaries=b) - kda_chunked(**changed, boundaries=b)).abs().amax((1, 2))[5:]
+        (chunked(**inputs, boundaries=b) - chunked(**changed, boundaries=b)).abs().amax((1, 2))[5:]
         for b in ((0, 5, 40), (0, 40))
     )
     assert kept.max() == 0
@@ -224,7 +233,7 @@ def test_a_nan_stays_in_its_document() -> None:
 def test_the_convolution_by_hand() -> None:
     x = torch.tensor([[1.0], [2.0], [3.0], [10.0], [20.0]])
     weight = torch.tensor([[1000.0, 100.0, 10.0, 1.0]])
-    out = short_convolution(x, weight=weight, boundaries=(0, 3, 4, 5))
+    out = convolved(x, weight=weight, boundaries=(0, 3, 4, 5))
     assert out.flatten().tolist() == [1.0, 12.0, 123.0, 10.0, 20.0]
 
 

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from olmo_rl.data.packs import TOKEN_FIELDS, Normalisers, Pack, PadRule, Step
+from olmo_rl.data.packs import TOKEN_FIELDS, Normalisers, Pack, PadRule, SharedRows, Step
 from olmo_rl.planning.loads import placeholder_routes, tail_routes
 from olmo_rl.planning.pads import pad_documents, stripes
+from olmo_rl.planning.sharing import find_sharing, grow
 from olmo_rl.types import NO_PADDING, ExpertLayout, PackPlan, Padding, Refusal, Sample, Topology
 
 
@@ -29,11 +30,12 @@ def collate(
     layout: ExpertLayout | None,
     topology: Topology,
     padding: Padding = NO_PADDING,
+    share: bool = False,
 ) -> Pack:
     """Concatenate complete samples into one pack, in the order given, then pad it.
 
-    `layout` not None means replay: every sample must carry routes [T-1, L, K]; the pack's routes are [T, L,
-    K].
+    `layout` not None means replay: every sample must carry routes [T-1, L, K]; the pack's routes are [R, L,
+    K]. `share`: equal rows of samples are one row of the pack (`planning.sharing`).
     """
     assert samples, "a pack holds at least one sample"
     boundaries = (0, *np.cumsum([len(sample) for sample in samples]).tolist())
@@ -56,6 +58,8 @@ def collate(
         routed_layers=() if layout is None else layout.routed_layers,
         placeholders=tuple(sample.has_placeholders for sample in samples),
     )
+    if share:
+        _share_rows(pack, samples=samples)
     return pad_pack(pack, padding=padding, layout=layout, topology=topology)
 
 
@@ -68,6 +72,8 @@ def pad_pack(pack: Pack, *, padding: Padding, layout: ExpertLayout | None, topol
     rows = padding.rows(pack.real_tokens)
     if rows == len(pack):
         return pack
+    if pack.shared is not None:
+        raise ValueError("rows that samples share are not padded")
     if len(pack) != pack.real_tokens:
         raise ValueError(f"a pack of {len(pack)} rows was padded before, now to {rows}: pad it once")
     lengths = [b - a for a, b in zip(pack.boundaries, pack.boundaries[1:], strict=False)]
@@ -94,6 +100,46 @@ def pad_pack(pack: Pack, *, padding: Padding, layout: ExpertLayout | None, topol
         routed_layers=routed_layers,
         placeholders=pack.placeholders,
         pad_routes=pad_routes,
+    )
+
+
+def _share_rows(pack: Pack, *, samples: Sequence[Sample]) -> None:
+    """Let the pack's tokens lie on as few rows as `samples` need; nothing changes where none are shared.
+
+    Raises ValueError where two rows have the same key but other experts: the hash of experts then failed.
+    """
+    replayed = pack.routes is not None
+    sharing = find_sharing(samples, replayed=replayed)
+    if not sharing.shared.any():
+        return
+    forest, paths = grow(sharing)
+    row_of, ends = np.concatenate(paths), np.asarray(pack.boundaries[1:]) - 1
+    recorded = np.ones(len(row_of), dtype=bool)
+    recorded[ends] = not replayed
+    # A row takes what was recorded for it; the synthetic routes of a document's end are the last resort.
+    tokens = np.concatenate([recorded.nonzero()[0], (~recorded).nonzero()[0]])
+    _, found = np.unique(row_of[tokens], return_index=True)
+    first = tokens[found]
+    if pack.routes is not None:
+        everything = pack.routes.numpy()
+        pack.routes = torch.from_numpy(everything[first])
+        twice = (recorded & (first[row_of] != np.arange(len(row_of)))).nonzero()[0]
+        mine, theirs = (np.sort(everything[rows], axis=-1) for rows in (twice, first[row_of[twice]]))
+        if not np.array_equal(mine, theirs):
+            raise ValueError("samples with equal keys have other experts: planning.sharing hashed two alike")
+    scored = pack.scored_rows().numpy()
+    pairs = np.stack([row_of[scored - 1], pack["tokens"].numpy()[scored]])
+    _, head, head_of = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+    by_tokens = find_sharing(samples, replayed=False) if replayed else sharing
+    pack.shared = SharedRows(
+        forest=forest,
+        cu_seqlens=torch.tensor(forest.boundaries, dtype=torch.int32),
+        row_of=torch.from_numpy(row_of),
+        first=torch.from_numpy(first),
+        heads=torch.from_numpy(scored[head]),
+        head_of=torch.from_numpy(head_of.reshape(-1)),
+        recorded_rows=len(np.unique(row_of[recorded])),
+        unshared_routes=forest.boundaries[-1] - by_tokens.rows(0, len(samples)),
     )
 
 
@@ -159,6 +205,7 @@ def step_of_rank(
     topology: Topology,
     budget: int,
     padding: Padding = NO_PADDING,
+    share: bool = False,
 ) -> Step:
     """One optimizer step as `rank` runs it: its packs of the plan under the step's global denominators."""
     return Step(
@@ -166,7 +213,9 @@ def step_of_rank(
         normalisers=count_normalisers(samples),
         plan=plan,
         packs=tuple(
-            collate([samples[i] for i in pack], layout=layout, topology=topology, padding=padding)
+            collate(
+                [samples[i] for i in pack], layout=layout, topology=topology, padding=padding, share=share
+            )
             for pack in plan.packs[rank]
         ),
         budget=budget,

@@ -7,17 +7,22 @@ batch axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from olmo_rl.planning.forest import Forest
 from olmo_rl.planning.schedule import Forecast, Schedule
 from olmo_rl.types import PackPlan, Sample
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class PadRule(Enum):
@@ -105,7 +110,8 @@ class PackContext:
     object.
 
     `positions` int64 [T] restart per document; `cu_seqlens` int32 [D+1] on the device, strictly increasing
-    from 0, last entry T; `boundaries` the same numbers on the host (`cu_seqlens_cpu`: as a tensor);
+    from 0, last entry T; `boundaries` the same numbers on the host (`cu_seqlens_cpu`: as a tensor). Where
+    documents share rows (`forest`), T counts rows, D segments, and positions go on from the parent's end;
     `routes[layer]` int64 [T, K] by global layer id, present exactly when `mode` is replay; `real_tokens`:
     rows from here on are pads. `pad_routes` int64 [P, K] by layer id: ids that the last P rows take where
     routing is live, for pads of a constant token, which a router would send to the same experts every time.
@@ -121,6 +127,23 @@ class PackContext:
     trace: RouteTrace | None = None
     pad_routes: Mapping[int, Tensor] | None = None
     cu_seqlens_cpu: Tensor | None = None
+    shared: Forest | None = None
+    _tables: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def forest(self) -> Forest:
+        """The segments of this forward; without shared rows every document is a root."""
+        return Forest.roots(self.boundaries) if self.shared is None else self.shared
+
+    def table(self, make: Callable[Concatenate[PackContext, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`make(self, *args)`, made once for this forward, whichever layer asks first. Tables follow
+        boundaries and parents alone.
+        """
+        key = (make, *args, *sorted(kwargs.items()))
+        if key not in self._tables:
+            self._tables[key] = make(self, *args, **kwargs)
+        found: T = self._tables[key]
+        return found
 
     def __post_init__(self) -> None:
         assert (self.mode is RouteMode.replay) == (self.routes is not None), (
@@ -131,12 +154,44 @@ class PackContext:
             "documents are never empty"
         )
         assert self.boundaries[-1] == self.positions.shape[0], "the last boundary is the number of rows"
+        assert self.shared is None or self.shared.boundaries == self.boundaries, "boundaries are of segments"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedRows:
+    """How the T tokens of a pack lie on R rows. `forest`: its segments; `cu_seqlens` int32 [S+1]: their
+    boundaries; `row_of` int64 [T]: the row that reads each token; `first` int64 [R]: the first token that
+    each row reads. `heads` int64 [P]: scored tokens that differ in the row that predicts them or in the
+    token; `head_of` int64 [S]: which of them each scored token equals. `recorded_rows`: rows whose experts an
+    engine chose; `unshared_routes`: rows that would be shared if equal tokens had equal routes.
+    """
+
+    forest: Forest
+    cu_seqlens: Tensor
+    row_of: Tensor
+    first: Tensor
+    heads: Tensor
+    head_of: Tensor
+    recorded_rows: int
+    unshared_routes: int
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> SharedRows:
+        """The same with `move` applied to every tensor."""
+        return replace(
+            self,
+            cu_seqlens=move(self.cu_seqlens),
+            row_of=move(self.row_of),
+            first=move(self.first),
+            heads=move(self.heads),
+            head_of=move(self.head_of),
+        )
 
 
 @dataclass(kw_only=True, slots=True)
 class Pack:
-    """One forward: per-token tensors by field name (`pack["tokens"]`, [T]), boundaries, and routes [T, L, K]
-    or None.
+    """One forward: per-token tensors by field name (`pack["tokens"]`, [T]), boundaries, and routes [R, L, K]
+    or None. A token is what a sample holds, a row what the model computes: R = T and row t reads token t,
+    unless documents share rows (`shared`).
 
     `ids[d]` is the sample of document d, `document_ids` int64 [T] its index per token. Pads, where there are
     any, are the rows from `real_tokens` on and form documents after `len(ids)`. `placeholders[d]`: pads may
@@ -155,12 +210,32 @@ class Pack:
     placeholders: tuple[bool, ...]
     pad_routes: Tensor | None = None
     scored: Tensor | None = None
+    shared: SharedRows | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
 
     def __len__(self) -> int:
         return self.boundaries[-1]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the model computes, pads included."""
+        return len(self) if self.shared is None else self.shared.forest.boundaries[-1]
+
+    @property
+    def recorded_rows(self) -> int:
+        """Rows whose experts an engine chose: every document ends in a synthetic one."""
+        return self.real_tokens - len(self.ids) if self.shared is None else self.shared.recorded_rows
+
+    @property
+    def row_tokens(self) -> Tensor:
+        """int64 [R]: the token that each row reads."""
+        return self["tokens"] if self.shared is None else self["tokens"].index_select(0, self.shared.first)
+
+    def rows_of(self, tokens: Tensor) -> Tensor:
+        """The rows that read tokens, both int64."""
+        return tokens if self.shared is None else self.shared.row_of.index_select(0, tokens)
 
     def scored_rows(self) -> Tensor:
         """int64 [S]: tokens with a true loss mask. A document's first token has no row of its own document
@@ -184,6 +259,7 @@ class Pack:
             routes=None if self.routes is None else move(self.routes),
             pad_routes=None if self.pad_routes is None else move(self.pad_routes),
             scored=move(self.scored_rows()),
+            shared=None if self.shared is None else self.shared.map(move),
         )
 
     def to(self, device: torch.device) -> Pack:
@@ -198,17 +274,21 @@ class Pack:
             routes = {layer: self.routes[:, i] for i, layer in enumerate(self.routed_layers)}
         elif self.pad_routes is not None:
             pad_routes = {layer: self.pad_routes[:, i] for i, layer in enumerate(self.routed_layers)}
+        shared, boundaries, positions = self.shared, self.boundaries, self["positions"]
+        if shared is not None:
+            boundaries, positions = shared.forest.boundaries, positions.index_select(0, shared.first)
         return PackContext(
-            positions=self["positions"],
-            cu_seqlens=self.cu_seqlens,
-            boundaries=self.boundaries,
-            max_seqlen=max(b - a for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)),
-            real_tokens=self.real_tokens,
+            positions=positions,
+            cu_seqlens=self.cu_seqlens if shared is None else shared.cu_seqlens,
+            boundaries=boundaries,
+            max_seqlen=max(b - a for a, b in zip(boundaries, boundaries[1:], strict=False)),
+            real_tokens=self.real_tokens if shared is None else boundaries[-1],
             mode=mode,
             routes=routes,
             trace=trace,
             pad_routes=pad_routes,
-            cu_seqlens_cpu=torch.tensor(self.boundaries, dtype=torch.int32),
+            cu_seqlens_cpu=torch.tensor(boundaries, dtype=torch.int32),
+            shared=None if shared is None else shared.forest,
         )
 
 

@@ -12,7 +12,8 @@ width, B sequences of a decode batch, M the longest sequence of a decode state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from olmo_rl.backends import ATTENTION_BACKENDS
 from olmo_rl.config import ModelConfig, QkNorm
 from olmo_rl.data.packs import PackContext
+from olmo_rl.planning.forest import Forest
 from olmo_rl.policy import kernels
 from olmo_rl.policy.compiling import region
 from olmo_rl.policy.norms import RMSNorm
@@ -61,35 +63,83 @@ def document_attention(
             f"policy.attention={backend} does not honour document boundaries and this row holds {documents} "
             "documents: set packing.kind=none (packing=none) or policy.attention=reference"
         )
+    kernels.refuse_branches(row, key="policy.attention", context=context)
     return _KERNELS[backend](q, k, v, context, window)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Documents of one length: q [n, H, length, d], k and v [n, G, length, d] -> [n, H, length, d]."""
-    length, grouped = q.shape[-2], q.shape[-3] != k.shape[-3]
-    if window is None or length <= window:
+    """Segments of one length: q [n, H, length, d], k and v [n, G, keys, d] -> [n, H, length, d]. The last
+    keys are those of the queries' own rows.
+    """
+    length, keys, grouped = q.shape[-2], k.shape[-2], q.shape[-3] != k.shape[-3]
+    if length == keys and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    seen = (age >= 0) & (age < window)
+    own = torch.arange(keys - length, keys, device=q.device)
+    age = own[:, None] - torch.arange(keys, device=q.device)
+    seen = age >= 0 if window is None else (age >= 0) & (age < window)
     return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
 
 
-def _batches(boundaries: Sequence[int]) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
-    """The order of rows in which documents that share a length below `_SHORT` lie side by side, behind the
-    others, and every batch of them as (documents, length). It follows the lengths alone, never values.
+class _Batch(NamedTuple):
+    """Segments that share a call: their number, the rows of each, and the keys that each row may see."""
+
+    count: int
+    length: int
+    keys: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batches:
+    """The calls of one forward: `order` [T] of the rows that ask and its `inverse` (None: as they lie),
+    `keys`: the rows that they may see, batch by batch (None: the rows that ask).
     """
-    edges = np.asarray(boundaries, dtype=np.int64)
-    starts, lengths = edges[:-1], np.diff(edges)
-    shared = np.bincount(lengths)[lengths] > 1
-    keys = np.where(shared & (lengths < _SHORT), lengths, 0)
-    order = np.argsort(keys, kind="stable")
-    alone = int((keys == 0).sum())
-    sizes, counts = np.unique(keys[order[alone:]], return_counts=True)
-    batches = [(1, int(length)) for length in lengths[order[:alone]]]
-    batches += [(int(count), int(size)) for size, count in zip(sizes, counts, strict=True)]
-    ends = np.cumsum(lengths[order])
-    rows = np.arange(edges[-1]) + np.repeat(starts[order] - (ends - lengths[order]), lengths[order])
-    return rows, batches
+
+    calls: tuple[_Batch, ...]
+    order: Tensor | None
+    inverse: Tensor | None
+    keys: Tensor | None
+
+
+def _batches(context: PackContext, window: int | None) -> _Batches:
+    """Segments below `_SHORT` rows that agree in rows and keys share a call, behind the others. It follows
+    lengths and parents alone, never values.
+    """
+    forest, device = context.forest, context.positions.device
+    lengths, prefix = np.asarray(forest.lengths), np.asarray(forest.prefix)
+    # Rows before a segment that its first row may see.
+    past = prefix if window is None else np.minimum(prefix, window - 1)
+    sizes = np.stack([lengths, past], axis=1)
+    kinds, kind_of, counts = np.unique(sizes, axis=0, return_inverse=True, return_counts=True)
+    kind_of = kind_of.reshape(-1)
+    together = (counts[kind_of] > 1) & (lengths < _SHORT)
+    order = np.argsort(np.where(together, 1 + kind_of, 0), kind="stable")
+    alone = int((~together).sum())
+    calls = [_Batch(1, int(lengths[s]), int(lengths[s] + past[s])) for s in order[:alone]]
+    shared, numbers = np.unique(kind_of[together], return_counts=True)
+    calls += [
+        _Batch(int(n), int(kinds[kind, 0]), int(kinds[kind].sum()))
+        for kind, n in zip(shared, numbers, strict=True)
+    ]
+    rows = keys = inverse = None
+    if together.any():
+        edges = context.boundaries
+        placed = np.concatenate([np.arange(edges[s], edges[s + 1]) for s in order])
+        rows = torch.from_numpy(placed).to(device, non_blocking=True)
+        inverse = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows), device=device))
+    if past.any():
+        keys = torch.from_numpy(_seen_rows(forest, order=order, past=past)).to(device, non_blocking=True)
+    return _Batches(calls=tuple(calls), order=rows, inverse=inverse, keys=keys)
+
+
+def _seen_rows(forest: Forest, *, order: NDArray[np.int64], past: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows that each segment of `order` may see: the last `past` of its path, then its own."""
+    edges = forest.boundaries
+    spans = [
+        span
+        for s in order
+        for span in (forest.rows_before(int(s), limit=int(past[s])), np.arange(edges[s], edges[s + 1]))
+    ]
+    return np.concatenate(spans)
 
 
 class _Permuted(torch.autograd.Function):
@@ -108,22 +158,26 @@ class _Permuted(torch.autograd.Function):
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, context: PackContext, window: int | None) -> Tensor:
-    """The reference: one call per document, and per length of short ones. `split`, not slices: the gradient
-    of a slice fills the whole row.
+    """The reference: one call per segment, and per size of short ones. Keys and values of a path are gathered
+    once a segment. `split`, not slices: the gradient of a slice fills the whole row.
     """
-    rows, batches = _batches(context.boundaries)
-    moved = len(batches) < len(context.boundaries) - 1
-    if moved:
-        order = torch.from_numpy(rows).to(q.device, non_blocking=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=q.device))
-        q, k, v = (_Permuted.apply(x, order, inverse) for x in (q, k, v))
-    parts = [x.split([count * length for count, length in batches]) for x in (q, k, v)]
+    batches = context.table(_batches, window)
+    order, inverse, keys = batches.order, batches.inverse, batches.keys
+    if order is not None:
+        q = _Permuted.apply(q, order, inverse)
+    if keys is not None:
+        k, v = k.index_select(0, keys), v.index_select(0, keys)
+    elif order is not None:
+        k, v = (_Permuted.apply(x, order, inverse) for x in (k, v))
+    queries = q.split([call.count * call.length for call in batches.calls])
+    seen = [x.split([call.count * call.keys for call in batches.calls]) for x in (k, v)]
     outputs = []
-    for (count, length), *inputs in zip(batches, *parts, strict=True):
-        dq, dk, dv = (x.unflatten(0, (count, length)).transpose(1, 2) for x in inputs)
+    for call, dq, dk, dv in zip(batches.calls, queries, *seen, strict=True):
+        dq = dq.unflatten(0, (call.count, call.length)).transpose(1, 2)
+        dk, dv = (x.unflatten(0, (call.count, call.keys)).transpose(1, 2) for x in (dk, dv))
         outputs.append(_causal(dq, dk, dv, window).transpose(1, 2).flatten(0, 1))
     out = torch.cat(outputs)
-    return _Permuted.apply(out, inverse, order) if moved else out
+    return out if order is None else _Permuted.apply(out, inverse, order)
 
 
 def _whole_row(q: Tensor, k: Tensor, v: Tensor, context: PackContext, window: int | None) -> Tensor:

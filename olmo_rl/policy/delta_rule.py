@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,14 +28,24 @@ CHUNK = 16  # tokens; fixed, because a size chosen from the data would couple do
 
 
 def kda_recurrent(
-    q: Tensor, *, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Sequence[int]
+    q: Tensor,
+    *,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    boundaries: Sequence[int],
+    parents: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token by token, as the formula reads. q, k, g [T, H, K], v [T, H, V], beta [T, H] -> o [T, H, V] and
-    the final state of every document [D, H, K, V], in the inputs' dtype.
+    the final state of every document [D, H, K, V], in the inputs' dtype. `parents` [D]: the document whose
+    final state each one starts from, -1 for zeros; None: all start from zeros.
     """
     outputs, states = [], []
-    for start, stop in zip(boundaries, boundaries[1:], strict=False):
+    for d, (start, stop) in enumerate(zip(boundaries, boundaries[1:], strict=False)):
         state = q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
+        if parents is not None and parents[d] >= 0:
+            state = states[parents[d]]
         for t in range(start, stop):
             state = state * g[t].exp()[:, :, None]
             read = torch.einsum("hk,hkv->hv", k[t], state)
@@ -59,30 +70,69 @@ def kda_step(q: Tensor, *, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkTable:
-    """The ragged table of chunks: `slots` int64 [T] places each token in the rows of [N x C]; `counts[c]`
-    documents have a chunk c. Chunks are ordered by their index in the document, then by document with the
-    longest first, so that step c of the recurrence is the contiguous block of `counts[c]` chunks, and its
-    documents lead those of step c-1.
+    """The ragged table of chunks: `slots` int64 [T] places each token in the rows of [N x C]. A chunk starts
+    from the state of the one before it in its segment, the first one of a segment from the last of its
+    parent: `counts[c]` chunks have c others before them, and `ends[c]` of these, the leading ones, others
+    behind them. Chunks are ordered by c, then by the longest way on, so that what goes on in step c is one
+    block. `entry` int64 [N - counts[0]]: which of the ends each later chunk starts from; None where the ends
+    have one chunk behind them each, in this order, as in a forest of roots.
     """
 
     slots: Tensor
     counts: tuple[int, ...]
+    ends: tuple[int, ...]
+    entry: Tensor | None
 
 
-def chunk_table(boundaries: Sequence[int], *, device: torch.device) -> ChunkTable:
-    """The table of one pack, from its boundaries alone."""
+def chunk_table(
+    boundaries: Sequence[int], *, device: torch.device, parents: Sequence[int] | None = None
+) -> ChunkTable:
+    """The table of one pack, from its boundaries and the parents of its segments alone."""
     edges = np.asarray(boundaries, dtype=np.int64)
     starts, lengths = edges[:-1], edges[1:] - edges[:-1]
     chunks = -(-lengths // CHUNK)
-    order = np.argsort(-chunks, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    counts = np.bincount(chunks)[::-1].cumsum()[::-1][1:]  # documents with more than c chunks
-    first = np.concatenate([[0], np.cumsum(counts)[:-1]])  # first table row of step c
-    offset = np.arange(boundaries[-1]) - np.repeat(starts, lengths)
-    slots = (first[offset // CHUNK] + np.repeat(rank, lengths)) * CHUNK + offset % CHUNK
-    rows = torch.from_numpy(slots).to(device, non_blocking=True)
-    return ChunkTable(slots=rows, counts=tuple(counts.tolist()))
+    before, behind = _chunks_around(chunks, parents=parents)
+    first = np.cumsum(chunks) - chunks  # the number of each segment's first chunk
+    index = np.arange(chunks.sum()) - np.repeat(first, chunks)
+    step = np.repeat(before, chunks) + index
+    way_on = np.repeat(chunks + behind, chunks) - index - 1
+    order = np.lexsort((-way_on, step))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    counts = np.bincount(step)
+    ends = np.bincount(step[way_on > 0], minlength=len(counts))
+    offset = np.arange(edges[-1]) - np.repeat(starts, lengths)
+    slots = place[np.repeat(first, lengths) + offset // CHUNK] * CHUNK + offset % CHUNK
+    entry = None
+    if parents is not None:
+        earlier = np.arange(-1, len(order) - 1)
+        up = np.asarray(parents, dtype=np.int64)
+        earlier[first] = np.where(up < 0, -1, first[up] + chunks[up] - 1)
+        end = np.cumsum(ends) - ends - (np.cumsum(counts) - counts)  # of step c: place -> number of the end
+        later = earlier[order[counts[0] :]]
+        entry = torch.from_numpy(place[later] + end[step[later]]).to(device, non_blocking=True)
+    return ChunkTable(
+        slots=torch.from_numpy(slots).to(device, non_blocking=True),
+        counts=tuple(counts.tolist()),
+        ends=tuple(ends.tolist()),
+        entry=entry,
+    )
+
+
+def _chunks_around(
+    chunks: NDArray[np.int64], *, parents: Sequence[int] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[D] each: chunks of the path before every segment, and of the longest path behind it."""
+    before, behind = np.zeros_like(chunks), np.zeros_like(chunks)
+    if parents is None:
+        return before, behind
+    for s, parent in enumerate(parents):
+        if parent >= 0:
+            before[s] = before[parent] + chunks[parent]
+    for s in range(len(parents) - 1, -1, -1):
+        if parents[s] >= 0:
+            behind[parents[s]] = max(behind[parents[s]], chunks[s] + behind[s])
+    return before, behind
 
 
 def _to_chunks(x: Tensor, table: ChunkTable) -> Tensor:
@@ -166,18 +216,35 @@ def _scores_backward(d_scores: Tensor, d_rows: Tensor, d_columns: Tensor, levels
         pair_columns.mul_(level.right).add_(d_product.mT @ level.rows.view(n, h, blocks, 2 * size, width))
 
 
-def _steps(counts: Sequence[int]) -> list[tuple[slice, slice]]:
-    """For every step c >= 1 of the recurrence: its chunks, and its documents' chunks at step c-1."""
-    steps, start = [], 0
-    for before, count in zip(counts, counts[1:], strict=False):
-        steps.append((slice(start + before, start + before + count), slice(start, start + count)))
-        start += before
+class _Step(NamedTuple):
+    """One step c >= 1 of the recurrence: its `chunks`, their places among the later chunks (`here`), the
+    chunks `before` that it goes on from, and these as numbers of ends.
+    """
+
+    chunks: slice
+    here: slice
+    before: slice
+    ends: slice
+
+
+def _steps(counts: Sequence[int], ends: Sequence[int]) -> list[_Step]:
+    steps, start, end = [], 0, 0
+    for count, following, going_on in zip(counts, counts[1:], ends, strict=False):
+        chunks = slice(start + count, start + count + following)
+        here = slice(chunks.start - counts[0], chunks.stop - counts[0])
+        steps.append(_Step(chunks, here, slice(start, start + going_on), slice(end, end + going_on)))
+        start, end = start + count, end + going_on
     return steps
 
 
-def _previous(steps: list[tuple[slice, slice]], *, device: torch.device) -> Tensor:
-    """int64: for every chunk that is not the first of its document, the chunk before it."""
-    return torch.cat([torch.arange(before.start, before.stop, device=device) for _, before in steps])
+def _previous(steps: list[_Step], *, device: torch.device) -> Tensor:
+    """int64: the chunks that others go on from, as ends are numbered."""
+    return torch.cat([torch.arange(s.before.start, s.before.stop, device=device) for s in steps])
+
+
+def _entered(states: Tensor, entry: Tensor | None, here: slice) -> Tensor:
+    """The states in which later chunks start."""
+    return states[here] if entry is None else states.index_select(0, entry[here])
 
 
 class _ChunkedDelta(torch.autograd.Function):
@@ -195,7 +262,15 @@ class _ChunkedDelta(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, counts: tuple[int, ...]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        counts: tuple[int, ...],
+        ends: tuple[int, ...],
+        entry: Tensor | None,
     ) -> Tensor:
         """q, k, g [N, H, C, K], v [N, H, C, V], beta [N, H, C, 1] -> o [N, H, C, V]; q is already scaled."""
         decay = g.exp()
@@ -211,55 +286,60 @@ class _ChunkedDelta(torch.autograd.Function):
         erase = torch.linalg.solve_triangular(
             solve[later], -rows[later, :, 0], upper=False, unitriangular=True
         )
-        states = v.new_empty(len(erase), v.shape[1], k.shape[3], v.shape[3])
-        for chunk, before in _steps(counts):
+        states = v.new_empty(sum(ends), v.shape[1], k.shape[3], v.shape[3])  # at the end of each end
+        for chunks, here, before, end in _steps(counts, ends):
             state = columns[before].mT @ values[before]
             if before.start:
-                previous = states[before.start - counts[0] : before.stop - counts[0]]
-                state.addcmul_(total[before, :, :, None], previous)
-            here = slice(chunk.start - counts[0], chunk.stop - counts[0])
-            states[here] = state
-            values[chunk] += erase[here] @ state
+                inner = slice(before.start - counts[0], before.stop - counts[0])
+                state.addcmul_(total[before, :, :, None], _entered(states, entry, inner))
+            states[end] = state
+            values[chunks] += erase[here] @ _entered(states, entry, here)
         out = read @ values
-        out[later] += rows[later, :, 1] @ states
-        ctx.counts = counts
+        out[later] += rows[later, :, 1] @ _entered(states, entry, slice(None))
+        ctx.counts, ctx.ends = counts, ends
         flat = (x for level in levels for x in level)
         ctx.save_for_backward(
-            q, k, v, beta, decay, rows, columns, scores, total, values, erase, states, *flat
+            q, k, v, beta, decay, rows, columns, scores, total, values, erase, states, entry, *flat
         )
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:
-        q, k, v, beta, decay, rows, columns, scores, total, values, erase, states, *flat = ctx.saved_tensors
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, decay, rows, columns, scores, total, values, erase, *rest = ctx.saved_tensors
+        states, entry, *flat = rest
         levels = [_Level(*flat[i : i + 4]) for i in range(0, len(flat), 4)]
         counts, later = ctx.counts, slice(ctx.counts[0], None)
         solve, read = scores.unbind(2)
         d_values = read.mT @ d_out
-        d_states = rows[later, :, 1].mT @ d_out[later]
+        d_entered = rows[later, :, 1].mT @ d_out[later]
+        # What goes on several times gets the sum of its gradients.
+        d_ends = d_entered if entry is None else torch.zeros_like(states)
         d_columns, d_rows = torch.zeros_like(columns), torch.zeros_like(rows)
         d_total = torch.zeros_like(total)
-        steps = _steps(counts)
-        for chunk, before in reversed(steps):
-            here = slice(chunk.start - counts[0], chunk.stop - counts[0])
-            d_state = d_states[here]
-            d_state += erase[here].mT @ d_values[chunk]
+        steps = _steps(counts, ctx.ends)
+        for chunks, here, before, end in reversed(steps):
+            d_here = d_entered[here]
+            d_here += erase[here].mT @ d_values[chunks]
+            d_state = d_ends[end]
+            if entry is not None:
+                d_state.index_add_(0, entry[here] - end.start, d_here)
             d_values[before] += columns[before] @ d_state
             if before.start:
-                earlier = d_states[before.start - counts[0] : before.stop - counts[0]]
+                earlier = d_entered[before.start - counts[0] : before.stop - counts[0]]
                 earlier.addcmul_(total[before, :, :, None], d_state)
+        entered = _entered(states, entry, slice(None))
         # Z solves (I + A) Z = Y: the gradient of Y is the transposed solve, that of A its product with Z.
         d_input = torch.linalg.solve_triangular(solve.mT, d_values, upper=True, unitriangular=True)
         d_scores = torch.stack([(d_input @ values.mT).neg_(), d_out @ values.mT], dim=2)
-        d_rows[later, :, 0] = (d_input[later] @ states.mT).neg_()
-        d_rows[later, :, 1] = d_out[later] @ states.mT
+        d_rows[later, :, 0] = (d_input[later] @ entered.mT).neg_()
+        d_rows[later, :, 1] = d_out[later] @ entered.mT
         if steps:
             previous = _previous(steps, device=q.device)
-            d_columns[previous] = values[previous] @ d_states.mT
+            d_columns[previous] = values[previous] @ d_ends.mT
             # A first chunk is entered with state 0, so that its decay has no gradient.
-            inner = previous[counts[1] :]
-            d_total[inner] = (states[inner - counts[0]] * d_states[counts[1] :]).sum(-1)
+            inner = previous[ctx.ends[0] :]
+            d_total[inner] = (entered[inner - counts[0]] * d_ends[ctx.ends[0] :]).sum(-1)
         d_end = (columns * d_columns).sum(2) + total * d_total
         _scores_backward(d_scores, d_rows, d_columns, levels)
         d_rows *= decay[:, :, None]  # now with respect to b k and q
@@ -271,18 +351,15 @@ class _ChunkedDelta(torch.autograd.Function):
         d_g = d_prefix.new_ones(CHUNK, CHUNK).triu_() @ d_prefix  # sums from each token to the chunk's end
         d_read = d_scores[:, :, 1].diagonal(dim1=2, dim2=3)[..., None]
         d_columns.addcmul_(beta, d_key).addcmul_(d_read, q)
-        return d_query.addcmul_(d_read, k), d_columns, beta * d_input, d_g, d_beta, None
+        return d_query.addcmul_(d_read, k), d_columns, beta * d_input, d_g, d_beta, None, None, None
 
 
-def kda_chunked(
-    q: Tensor, *, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, boundaries: Sequence[int]
-) -> Tensor:
+def kda_chunked(q: Tensor, *, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, table: ChunkTable) -> Tensor:
     """The recurrence over a pack in parallel over chunks. q, k, g [T, H, K], v [T, H, V], beta [T, H] -> o
     [T, H, V] in v's dtype; computed in float32, or float64 where v has it. `g` must not be positive.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
-    table = chunk_table(boundaries, device=v.device)
     scaled = q.to(dtype) * (1 / math.sqrt(q.shape[-1]))
     inputs = (scaled, k.to(dtype), v.to(dtype), g.to(dtype), beta.to(dtype)[:, :, None])
-    out = _ChunkedDelta.apply(*(_to_chunks(x, table) for x in inputs), table.counts)
+    out = _ChunkedDelta.apply(*(_to_chunks(x, table) for x in inputs), table.counts, table.ends, table.entry)
     return _to_tokens(out, table).to(v.dtype)

@@ -1,8 +1,8 @@
 """Kimi Delta Attention: the short convolution, the decay gate and the layer around the delta rule.
 
-Owns the linear-attention mixer. State and convolution start afresh at every boundary of
-`PackContext.boundaries`. Refused (`Refusal`): a backend that is unknown or does not take the device, dtype or
-head width of what it is given.
+Owns the linear-attention mixer. State and convolution start afresh in every document; where documents share
+rows, a segment goes on from its parent's end. Refused (`Refusal`): a backend that is unknown or does not take
+the device, dtype, head width or shared rows of what it is given.
 
 Shapes: T tokens of a pack, E channels (model width in the layer), W taps of the convolution, H heads, K
 channels of a head, B sequences of a decode batch.
@@ -11,7 +11,7 @@ channels of a head, B sequences of a decode batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,10 @@ from torch.nn import functional as F
 from olmo_rl.backends import LINEAR_BACKENDS
 from olmo_rl.config import ModelConfig
 from olmo_rl.data.packs import PackContext
+from olmo_rl.planning.forest import Forest
 from olmo_rl.policy.compiling import region
-from olmo_rl.policy.delta_rule import kda_chunked, kda_step
-from olmo_rl.policy.kernels import fla_convolution, fla_delta_rule
+from olmo_rl.policy.delta_rule import ChunkTable, chunk_table, kda_chunked, kda_step
+from olmo_rl.policy.kernels import fla_convolution, fla_delta_rule, refuse_branches
 from olmo_rl.policy.norms import RMSNorm
 from olmo_rl.policy.sharded import draw_parameter
 from olmo_rl.types import Refusal
@@ -33,28 +34,58 @@ from olmo_rl.types import Refusal
 _CACHED_ROWS = 256  # rows that stay in a core's cache between the taps of the convolution's backward
 
 
-class _PaddedConvolution(torch.autograd.Function):
-    """A depthwise causal convolution in a layout with W-1 zero rows before every document. By hand for
-    speed.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TapTable:
+    """A layout with W-1 rows before every segment: zeros before a root, else copies of the last rows of its
+    path. `slots` int64 [T] are the tokens' rows of `size`; rows `copies` repeat the tokens `copied` (None
+    where every segment is a root).
     """
 
+    slots: Tensor
+    size: int
+    copies: Tensor | None
+    copied: Tensor | None
+
+
+def tap_table(forest: Forest, *, reach: int, device: torch.device) -> TapTable:
+    """The layout for `reach` = W-1 rows before every segment."""
+    lengths = np.asarray(forest.lengths, dtype=np.int64)
+    shift = np.repeat(np.arange(1, len(lengths) + 1) * reach, lengths)
+    slots = np.arange(lengths.sum()) + shift
+    copies = copied = None
+    if forest.branches and reach:
+        taken = [forest.rows_before(s, limit=reach) for s in range(len(lengths))]
+        first = np.cumsum(lengths) - lengths + np.arange(1, len(lengths) + 1) * reach
+        places = [np.arange(end - len(rows), end) for end, rows in zip(first, taken, strict=True)]
+        copies = torch.from_numpy(np.concatenate(places)).to(device, non_blocking=True)
+        copied = torch.from_numpy(np.concatenate(taken)).to(device, non_blocking=True)
+    rows = torch.from_numpy(slots).to(device, non_blocking=True)
+    return TapTable(slots=rows, size=len(slots) + len(lengths) * reach, copies=copies, copied=copied)
+
+
+class _PaddedConvolution(torch.autograd.Function):
+    """A depthwise causal convolution in the layout of a `TapTable`. By hand for speed."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, slots: Tensor, size: int) -> Tensor:
-        """x [T, E], weight [E, W]; `slots` [T] are the tokens' rows of `size`."""
-        reach = weight.shape[1] - 1
-        rows = x.new_zeros(size, x.shape[1]).index_copy_(0, slots, x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, table: TapTable) -> Tensor:
+        """x [T, E], weight [E, W]."""
+        reach, slots = weight.shape[1] - 1, table.slots
+        rows = x.new_zeros(table.size, x.shape[1]).index_copy_(0, slots, x)
+        if table.copies is not None and table.copied is not None:
+            rows.index_copy_(0, table.copies, x.index_select(0, table.copied))
         taps = weight.t().contiguous()
         mixed = rows[reach:] * taps[reach]
         for i in range(reach):
             mixed.addcmul_(rows[i : i - reach], taps[i])
-        ctx.save_for_backward(rows, taps, slots)
+        ctx.save_for_backward(rows, taps)
+        ctx.table = table
         return mixed.index_select(0, slots - reach)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, taps, slots = ctx.saved_tensors
-        reach = len(taps) - 1
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        (rows, taps), table = ctx.saved_tensors, ctx.table
+        reach, slots = len(taps) - 1, table.slots
         d_mixed = d_out.new_zeros(len(rows) - reach, d_out.shape[1]).index_copy_(0, slots - reach, d_out)
         d_rows, d_taps = torch.zeros_like(rows), torch.zeros_like(taps)
         for start in range(0, len(d_mixed), _CACHED_ROWS):
@@ -63,21 +94,27 @@ class _PaddedConvolution(torch.autograd.Function):
                 span = slice(start + i, start + i + len(part))
                 d_rows[span].addcmul_(part, taps[i])
                 d_taps[i] += (rows[span] * part).sum(0)
-        return d_rows.index_select(0, slots), d_taps.t(), None, None
+        d_x = d_rows.index_select(0, slots)
+        if table.copies is not None:
+            d_x.index_add_(0, table.copied, d_rows.index_select(0, table.copies))
+        return d_x, d_taps.t(), None
 
 
-def short_convolution(x_TE: Tensor, *, weight: Tensor, boundaries: Sequence[int]) -> Tensor:
-    """Causal depthwise convolution of every document on its own: y_t = sum_i weight[:, W-1-i] x_(t-i). weight
-    [E, W].
+def short_convolution(x_TE: Tensor, *, weight: Tensor, table: TapTable) -> Tensor:
+    """Causal depthwise convolution along every path: y_t = sum_i weight[:, W-1-i] x_(t-i). weight [E, W].
 
-    Zero rows before every document keep each tap away from the neighbour.
+    The rows before every segment keep each tap away from the neighbour.
     """
-    reach = weight.shape[1] - 1
-    edges = np.asarray(boundaries, dtype=np.int64)
-    lengths = edges[1:] - edges[:-1]
-    shift = np.repeat(np.arange(1, len(lengths) + 1) * reach, lengths)
-    slots = torch.from_numpy(np.arange(boundaries[-1]) + shift).to(x_TE.device, non_blocking=True)
-    return _PaddedConvolution.apply(x_TE, weight, slots, len(x_TE) + len(lengths) * reach)
+    return _PaddedConvolution.apply(x_TE, weight, table)
+
+
+def _taps(context: PackContext, reach: int) -> TapTable:
+    return tap_table(context.forest, reach=reach, device=context.positions.device)
+
+
+def _chunks(context: PackContext) -> ChunkTable:
+    parents = context.forest.parents if context.forest.branches else None
+    return chunk_table(context.boundaries, device=context.positions.device, parents=parents)
 
 
 def gated_delta_rule(
@@ -88,7 +125,7 @@ def gated_delta_rule(
     """
     if backend == "fla":
         return fla_delta_rule(q, k=k, v=v, g=g, beta=beta, context=context)
-    return kda_chunked(q, k=k, v=v, g=g, beta=beta, boundaries=context.boundaries)
+    return kda_chunked(q, k=k, v=v, g=g, beta=beta, table=context.table(_chunks))
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -117,7 +154,9 @@ class ShortConvolution(nn.Module):
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
         if self.backend == "fla":
             return fla_convolution(x_TE, weight=self.weight, context=context)
-        return short_convolution(x_TE, weight=self.weight, boundaries=context.boundaries)
+        return short_convolution(
+            x_TE, weight=self.weight, table=context.table(_taps, self.weight.shape[1] - 1)
+        )
 
     def step(self, x_BE: Tensor, *, position: int, window: Tensor) -> Tensor:
         """[B, E] -> [B, E]. `window` [B, W-1, E] is a ring: token t lies at t mod (W-1), zeros before the
@@ -200,6 +239,7 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x_TE: Tensor, context: PackContext) -> Tensor:
         """[T, E] -> [T, E]; documents end at `context.boundaries`."""
         self._check(x_TE)
+        refuse_branches(LINEAR_BACKENDS[self.backend], key="policy.linear_attention", context=context)
         mixed, f, beta = self._inputs(x_TE)
         q, k, v = self._heads(self.conv(mixed, context))
         o = gated_delta_rule(q, k=k, v=v, g=self.decay(f), beta=beta, context=context, backend=self.backend)

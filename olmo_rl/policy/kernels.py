@@ -6,7 +6,8 @@ and a boundary that lands in a wrong slot is an error of the worst kind, a silen
 when a kernel is first used. Boundaries are `context.cu_seqlens`: int32, contiguous, a fresh tensor per pack
 (flash-linear-attention keeps what it derives from a tensor by the tensor's identity).
 
-Refused (`Refusal`): a GPU that is older or newer than what a kernel was written for.
+Refused (`Refusal`): a GPU that is older or newer than what a kernel was written for, and rows that several
+documents share, which these kernels do not know.
 
 Shapes: T tokens of a pack, H query heads, G key/value heads, d head width, K key and V value channels, W
 taps, E channels.
@@ -33,6 +34,15 @@ def boundaries_of(context: PackContext) -> Tensor:
     assert edges.is_contiguous(), "cu_seqlens is contiguous"
     assert len(edges) == len(context.boundaries), "cu_seqlens and boundaries are the same numbers"
     return edges
+
+
+def refuse_branches(row: Backend, *, key: str, context: PackContext) -> None:
+    """Refuse rows that several documents share under a backend that knows documents side by side alone."""
+    if context.forest.branches and not row.branches:
+        raise Refusal(
+            f"{key}={row.name} does not compute rows that several documents share: set {key}=reference, or "
+            "packing=consecutive"
+        )
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, context: PackContext, window: int | None) -> Tensor:

@@ -28,12 +28,15 @@ from olmo_rl.user_code import load_surrogate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredSlots:
-    """The scored tokens of one pack, in row order, all int64 [S]: `slots` are their positions in the row,
-    `rows` the preceding positions whose logits score them, `documents` the document of each (of
-    `num_documents`, pads included). `ids[d]` is the sample of document d.
+    """The scored tokens of one pack, in order, all int64 [S]: `slots` are the tokens, `documents` the
+    document of each (of `num_documents`, pads included). `ids[d]` is the sample of document d. `heads` [P]
+    are those whose log-probs are computed, from the logits of the preceding `rows` [P]; `head_of` [S]: which
+    of them each slot equals, None where they are the slots.
     """
 
     slots: Tensor
+    heads: Tensor
+    head_of: Tensor | None
     rows: Tensor
     documents: Tensor
     num_documents: int
@@ -66,10 +69,13 @@ class LossOutput:
 
 def scored_slots(pack: Pack) -> ScoredSlots:
     """Slots with a true loss mask. A document's first token has no row of its own document: never scored."""
-    slots = pack.scored_rows()
+    slots, shared = pack.scored_rows(), pack.shared
+    heads = slots if shared is None else shared.heads
     return ScoredSlots(
         slots=slots,
-        rows=slots - 1,
+        heads=heads,
+        head_of=None if shared is None else shared.head_of,
+        rows=pack.rows_of(heads - 1),
         documents=pack.document_ids[slots],
         num_documents=len(pack.boundaries) - 1,
         ids=pack.ids,

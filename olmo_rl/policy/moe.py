@@ -170,21 +170,67 @@ class MixtureOfExperts(nn.Module):
         if context.mode is RouteMode.record:
             trace.ids[self.layer] = routed.ids
         if context.mode is RouteMode.replay:
-            _, taking_part = routed_rows(context)
+            taking_part = context.table(routed_rows).taking_part
             trace.overlap[self.layer] = (route_overlap(routed.ids, live=live) * taking_part).sum()
 
 
-def routed_rows(context: PackContext) -> tuple[Tensor, Tensor]:
-    """int64 [T], the document of every row, and bool [T], whether it takes part in router losses: not a pad,
-    and under replay not the last row of its document, which no engine chose.
+class RoutedRows(NamedTuple):
+    """The rows that router losses look at, counted by units: runs of rows that the same documents count.
+    `units` int64 [T], the unit of every row, of `num_units`; `taking_part` bool [T], whether it counts: not a
+    pad, and under replay not a row that no engine chose experts for. `unit` and `document` int64 [pairs]:
+    which units each of `num_documents` counts; None where the units are the documents.
     """
+
+    units: Tensor
+    num_units: int
+    taking_part: Tensor
+    unit: Tensor | None
+    document: Tensor | None
+    num_documents: int
+
+
+def routed_rows(context: PackContext) -> RoutedRows:
+    """The rows of a forward that take part in router losses. A row that several documents share counts for
+    each of them. Under replay the last row of a document is synthetic, so it does not count for that one; it
+    does for those that go on from it.
+    """
+    if context.forest.branches:
+        return _shared_rows(context)
     ends = context.cu_seqlens[1:].long()
     rows = torch.arange(context.positions.shape[0], device=ends.device)
     documents = torch.bucketize(rows, ends, right=True)
     taking_part = rows < context.real_tokens
     if context.mode is RouteMode.replay:
         taking_part = taking_part & (rows + 1 != ends[documents])
-    return documents, taking_part
+    return RoutedRows(documents, len(ends), taking_part, None, None, len(ends))
+
+
+def _shared_rows(context: PackContext) -> RoutedRows:
+    forest = context.forest
+    assert context.real_tokens == len(context.positions), "shared rows are not padded"
+    cut = set(forest.leaves) if context.mode is RouteMode.replay else set()
+    # A segment in which a document ends is a unit without its last row, and that row a unit of its own.
+    lengths: list[int] = []
+    whole: list[list[int]] = []  # the units of a segment for those that go on
+    ending: list[list[int]] = []  # ... for those that end in it
+    for s, length in enumerate(forest.lengths):
+        parts = [length - 1, 1] if s in cut else [length]
+        units = [len(lengths) + i for i in range(len(parts))]
+        lengths += parts
+        whole.append(units)
+        ending.append(units[:-1] if s in cut else units)
+    pairs = [
+        (unit, document)
+        for document, leaf in enumerate(forest.leaves)
+        for s in forest.path(leaf)
+        for unit in (ending if s == leaf else whole)[s]
+    ]
+    device = context.positions.device
+    unit, document = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous().to(device)
+    units = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+    taking_part = torch.zeros(len(lengths), dtype=torch.bool, device=device)
+    taking_part[unit] = True
+    return RoutedRows(units, len(lengths), taking_part[units], unit, document, len(forest.leaves))
 
 
 def routed_length(length: int, *, mode: RouteMode) -> int:
@@ -222,23 +268,29 @@ def count_assignments(ids: Tensor, *, num_experts: int) -> Tensor:
 
 def router_statistics(routed: titan.Routed, *, live: Tensor, context: PackContext) -> RouterStatistics:
     """One layer's statistics from its router call; `live` int64 [T, K]: what top-k chooses now."""
-    documents, taking_part = routed_rows(context)
-    shape = (context.cu_seqlens.shape[0] - 1, routed.scores.shape[-1])
+    rows, experts = context.table(routed_rows), routed.scores.shape[-1]
+    counted = rows.taking_part.long()
 
-    counted = taking_part.long()
+    def spread(values: Tensor) -> Tensor:
+        """[units, ...] -> [D, ...], for every document the sum over its units."""
+        if rows.unit is None or rows.document is None:
+            return values
+        sums = values.new_zeros(rows.num_documents, *values.shape[1:])
+        return sums.index_add(0, rows.document, values.index_select(0, rows.unit))
 
     def count(ids: Tensor) -> Tensor:
-        places = (documents[:, None] * shape[1] + ids).reshape(-1)
+        places = (rows.units[:, None] * experts + ids).reshape(-1)
         ones = counted[:, None].expand_as(ids).reshape(-1)
-        return ones.new_zeros(shape[0] * shape[1]).scatter_add_(0, places, ones).view(shape)
+        found = ones.new_zeros(rows.num_units * experts).scatter_add_(0, places, ones)
+        return spread(found.view(rows.num_units, experts))
 
     def add(values: Tensor) -> Tensor:
-        kept = torch.where(taking_part.view(-1, *[1] * (values.ndim - 1)), values, 0)
-        return kept.new_zeros(shape[:1] + kept.shape[1:]).index_add(0, documents, kept)
+        kept = torch.where(rows.taking_part.view(-1, *[1] * (values.ndim - 1)), values, 0)
+        return spread(kept.new_zeros(rows.num_units, *kept.shape[1:]).index_add(0, rows.units, kept))
 
     dispatched = count(routed.ids)
     return RouterStatistics(
-        rows=counted.new_zeros(shape[0]).index_add(0, documents, counted),
+        rows=spread(counted.new_zeros(rows.num_units).index_add(0, rows.units, counted)),
         dispatched=dispatched,
         current=dispatched if live is routed.ids else count(live),
         scores=add(routed.scores / routed.scores.sum(dim=-1, keepdim=True)),

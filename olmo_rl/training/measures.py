@@ -112,7 +112,7 @@ def measure_pack(
     drift = torch.zeros_like(gap) if scores is None else (logprobs - scores).abs().double()
     sums = terms | {
         "count/tokens": torch.tensor(float(pack.real_tokens)),
-        "count/padded_tokens": torch.tensor(float(len(pack))),
+        "count/padded_tokens": torch.tensor(float(pack.num_rows)),
         "count/scored": torch.tensor(float(len(slots.slots))),
         "count/packs": torch.tensor(1.0),
     }
@@ -189,7 +189,8 @@ def _replay_sums(pack: Pack, *, trace: RouteTrace, num_experts: int) -> dict[str
     """
     rows = recorded_rows = mismatches = overlap = torch.zeros(())
     if pack.routes is not None and trace.overlap:
-        rows = torch.tensor(float(pack.real_tokens * len(pack.routed_layers)))
+        real = pack.real_tokens if pack.shared is None else pack.num_rows
+        rows = torch.tensor(float(real * len(pack.routed_layers)))
         recorded = [
             count_assignments(pack.routes[:, i], num_experts=num_experts)
             for i in range(len(pack.routed_layers))
@@ -199,8 +200,7 @@ def _replay_sums(pack: Pack, *, trace: RouteTrace, num_experts: int) -> dict[str
         ]
         mismatches = torch.stack(differs).sum()
         overlap = torch.stack([trace.overlap[layer] for layer in pack.routed_layers]).sum()
-        # Every document ends in a synthetic row, which no engine chose.
-        recorded_rows = torch.tensor(float((pack.real_tokens - len(pack.ids)) * len(pack.routed_layers)))
+        recorded_rows = torch.tensor(float(pack.recorded_rows * len(pack.routed_layers)))
     return {
         "replay/rows": rows,
         "replay/mismatches": mismatches,

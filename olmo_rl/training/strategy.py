@@ -185,10 +185,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if decoder is None:
             decoder = cast(Any, self.lightning_module).decoder
         request = LogprobRequest(
-            targets=pack["tokens"][slots.slots], kind=self.logprobs, chunk=self.logprob_chunk, entropy=entropy
+            targets=pack["tokens"][slots.heads], kind=self.logprobs, chunk=self.logprob_chunk, entropy=entropy
         )
         context = pack.context(mode=mode, trace=trace)
-        return cast(DecoderOutput, decoder(pack["tokens"], context, slots.rows, request))
+        return spread(decoder(pack.row_tokens, context, slots.rows, request), slots=slots)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """All-reduced sum of a small tensor; every rank calls it once per update, so counts agree."""
@@ -234,6 +234,18 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         gathered: list[Any] = [None] * self.world_size
         dist.all_gather_object(gathered, value)
         return gathered
+
+
+def spread(output: DecoderOutput, *, slots: ScoredSlots) -> DecoderOutput:
+    """Log-probs and entropies [P] of heads -> [S] of scored slots."""
+    if slots.head_of is None:
+        return output
+    assert output.logprobs is not None, "a forward with slots gives log-probs"
+    entropies = output.entropies
+    return output._replace(
+        logprobs=output.logprobs.index_select(0, slots.head_of),
+        entropies=None if entropies is None else entropies.index_select(0, slots.head_of),
+    )
 
 
 def _refuse_another_optimizer(state: Mapping[str, Any], *, prefix: str, path: Path) -> None:

@@ -1,0 +1,136 @@
+"""Which rows samples have in common: keys of rows, sorted order, shared beginnings, the forest. No torch.
+
+Two samples share row t exactly when their tokens 0..t are equal and, where routes are replayed, the experts
+recorded for rows 0..t are equal in every routed layer, as sets: the order of ids in a row does not matter.
+The last row of a sample has no recorded experts; it matches whatever another sample recorded there, and the
+row then takes what was recorded. A sample with placeholders of images or audio shares nothing, because equal
+tokens are not equal inputs there.
+
+Sorted by keys, neighbours share most: with `shared[i]` the rows that sample `order[i]` has in common with
+`order[i - 1]`, a run of the order needs `sum(lengths) - sum(shared inside the run)` rows.
+
+Shapes: N samples, T tokens, L routed layers, K experts per token, S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from olmo_rl.planning.forest import Forest
+from olmo_rl.types import Sample
+
+# A row's token, and a hash of its experts: 0 where none are recorded, so that a sample that ends there sorts
+# directly before those that go on. Big-endian, because keys are compared as bytes.
+_KEY = np.dtype([("token", ">u4"), ("experts", ">u8")])
+_SEED = 20_260_101  # of the hash of experts
+
+
+def row_keys(sample: Sample, *, replayed: bool) -> NDArray[Any]:
+    """[T] keys of the rows of `sample`; `replayed`: its recorded routes count."""
+    keys = np.zeros(len(sample), dtype=_KEY)
+    keys["token"] = sample.tokens
+    if replayed:
+        assert sample.routes is not None, "replay needs recorded routes"
+        keys["experts"][:-1] = _experts_hash(sample.routes)
+    return keys
+
+
+def _experts_hash(routes: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """[rows] from routes [rows, L, K]: the sum of one random number for every (layer, expert), never 0."""
+    rows, layers, _ = routes.shape
+    experts = int(routes.max()) + 1 if routes.size else 1
+    found = np.zeros(rows, dtype=np.uint64)
+    for layer in range(layers):
+        table = np.random.default_rng([_SEED, layer]).integers(0, 2**64, size=experts, dtype=np.uint64)
+        found += table[routes[:, layer]].sum(axis=1, dtype=np.uint64)
+    return np.maximum(found, np.uint64(1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sharing:
+    """Samples in sorted order. `order` [N] are their positions; `shared` [N]: the rows that each has in
+    common with the one before it, 0 for the first; `lengths` [N] in sorted order, too.
+    """
+
+    order: NDArray[np.int64]
+    shared: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    def rows(self, start: int, stop: int) -> int:
+        """Rows that the run [start, stop) of the order needs."""
+        return int(self.lengths[start:stop].sum() - self.shared[start + 1 : stop].sum())
+
+
+def find_sharing(samples: Sequence[Sample], *, replayed: bool) -> Sharing:
+    """The sorted order of `samples` and what neighbours share; ties keep the order given."""
+    keys = [row_keys(sample, replayed=replayed) for sample in samples]
+    order = sorted(range(len(samples)), key=lambda i: (samples[i].has_placeholders, keys[i].tobytes()))
+    shared = np.zeros(len(samples), dtype=np.int64)
+    for place in range(1, len(order)):
+        before, after = order[place - 1], order[place]
+        if not (samples[before].has_placeholders or samples[after].has_placeholders):
+            shared[place] = _common(keys[before], keys[after])
+    lengths = np.array([len(samples[i]) for i in order], dtype=np.int64)
+    return Sharing(order=np.array(order, dtype=np.int64), shared=shared, lengths=lengths)
+
+
+def _common(before: NDArray[Any], after: NDArray[Any]) -> int:
+    """Leading rows that both have; `before` sorts first, so that only its last row may match anything."""
+    count = min(len(before), len(after))
+    equal = before["token"][:count] == after["token"][:count]
+    experts = (before["experts"][:count] == after["experts"][:count]) | (before["experts"][:count] == 0)
+    equal &= experts | (after["experts"][:count] == 0)
+    return count if equal.all() else int(equal.argmin())
+
+
+def grow(sharing: Sharing) -> tuple[Forest, list[NDArray[np.int64]]]:
+    """The forest of these samples, rows depth first in sorted order, and for every sample in the order it
+    was given the rows of its path. `Forest.leaves` are in the order given.
+    """
+    starts: list[int] = []  # path rows before each segment
+    lengths: list[int] = []
+    parents: list[int] = []
+    leaves = [0] * len(sharing.order)
+    ends = _segment_ends(sharing)
+    path: list[int] = []  # open segments of the sample before, from the root on
+    for place, position in enumerate(sharing.order.tolist()):
+        shared = int(sharing.shared[place])
+        while path and starts[path[-1]] >= shared:
+            path.pop()
+        for end in ends[place]:
+            if end <= shared:
+                continue
+            start = starts[path[-1]] + lengths[path[-1]] if path else 0
+            starts.append(start)
+            lengths.append(end - start)
+            parents.append(path[-1] if path else -1)
+            path.append(len(starts) - 1)
+        leaves[position] = path[-1]
+    forest = Forest(lengths=tuple(lengths), parents=tuple(parents), leaves=tuple(leaves))
+    edges = forest.boundaries
+    rows = [
+        np.concatenate([forest.rows_before(leaf), np.arange(edges[leaf], edges[leaf + 1])]) for leaf in leaves
+    ]
+    return forest, rows
+
+
+def _segment_ends(sharing: Sharing) -> list[list[int]]:
+    """For every sample of the order the path lengths at which its segments end: where another sample leaves
+    its path or ends on it, and its own end. In order, each once.
+    """
+    ends = [{int(length)} for length in sharing.lengths]
+    for place, depth in enumerate(sharing.shared.tolist()):
+        if depth:
+            ends[place - 1].add(depth)
+            ends[place].add(depth)
+    # A cut lies on every path through its row: to the right, then to the left, as far as rows are shared.
+    for place in range(1, len(ends)):
+        ends[place] |= {end for end in ends[place - 1] if end <= sharing.shared[place]}
+    for place in range(len(ends) - 1, 0, -1):
+        ends[place - 1] |= {end for end in ends[place] if end <= sharing.shared[place]}
+    return [sorted(found) for found in ends]

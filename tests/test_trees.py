@@ -1,0 +1,333 @@
+"""Rows that samples share: the forest by hand, and its loss and gradients against samples one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_cases import tiny_config
+from torch import Tensor
+
+from olmo_rl.config import (
+    AuxGrouping,
+    CountSource,
+    LayerType,
+    LossConfig,
+    LossKind,
+    ModelConfig,
+    Recompute,
+    Reduction,
+)
+from olmo_rl.data.collate import collate, count_normalisers
+from olmo_rl.data.packs import Pack, PackContext, RouteMode, RouteTrace
+from olmo_rl.planning.forest import Forest
+from olmo_rl.planning.loads import tail_routes
+from olmo_rl.planning.sharing import find_sharing, grow
+from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.logprobs import LogprobRequest
+from olmo_rl.policy.loss import policy_loss, scored_slots
+from olmo_rl.policy.moe import RouterTotals, routed_length, router_losses
+from olmo_rl.training.strategy import spread
+from olmo_rl.types import Sample, Topology
+
+MODEL = tiny_config()
+LAYOUT = MODEL.expert_layout
+assert LAYOUT is not None
+ONE = Topology(1)
+
+
+def sample_of(
+    number: int,
+    tokens: Sequence[int],
+    *,
+    routes_seed: int = 0,
+    mask: Sequence[bool] | None = None,
+    changed_routes: int | None = None,
+) -> Sample:
+    """Routes follow the tokens read so far, as a deterministic engine's would, unless those of one row are
+    changed.
+    """
+    length, rows = len(tokens), []
+    for t in range(length - 1):
+        rng = np.random.default_rng([routes_seed, *tokens[: t + 1], 7 if t == changed_routes else 0])
+        shape = (len(LAYOUT.routed_layers), LAYOUT.num_experts)
+        rows.append(rng.random(shape).argsort(-1)[:, : LAYOUT.top_k])
+    rng = np.random.default_rng(number)
+    chosen = rng.random(length) < 0.6 if mask is None else np.array(mask)
+    return Sample(
+        id=f"s{number}",
+        group="g",
+        tokens=np.array(tokens, dtype=np.int32),
+        response_mask=chosen,
+        behavior_logprobs=rng.normal(-3, 0.3, length).astype(np.float32),
+        ref_logprobs=rng.normal(-3, 0.3, length).astype(np.float32),
+        reward=1.0,
+        advantage=float(rng.normal()),
+        routes=np.array(rows, dtype=np.int16).reshape(length - 1, len(LAYOUT.routed_layers), LAYOUT.top_k),
+    )
+
+
+# A prompt of two, a branch of one row, a sample that ends inside another, an equal one, a root of its own.
+SIX = ([5, 6, 7, 8, 9], [5, 6, 7], [5, 6, 3, 4], [5, 6, 7], [5, 6, 7, 8, 1], [2, 6])
+
+
+def six() -> list[Sample]:
+    return [sample_of(i, tokens) for i, tokens in enumerate(SIX)]
+
+
+def decoder_of(config: ModelConfig = MODEL, *, dtype: torch.dtype = torch.float64) -> HybridDecoder:
+    decoder = HybridDecoder(config, attention="reference")
+    decoder.init_weights(3)
+    return decoder.to(dtype)
+
+
+GRPO = LossConfig(router_z_weight=0.02, router_aux_weight=0.3, router_aux_grouping=AuxGrouping.sequence)
+GSPO = LossConfig(
+    kind=LossKind.gspo,
+    reduction=Reduction.response,
+    entropy_coef=0.01,
+    kl_coef=0.1,
+    router_aux_weight=0.3,
+    router_aux_grouping=AuxGrouping.sequence,
+    router_aux_reduction=Reduction.response,
+    router_z_weight=0.02,
+    router_z_reduction=Reduction.response,
+    router_count_source=CountSource.current,
+)
+
+
+def loss_of(
+    decoder: HybridDecoder,
+    packs: Sequence[Pack],
+    *,
+    samples: Sequence[Sample],
+    config: LossConfig,
+    mode: RouteMode = RouteMode.replay,
+) -> Tensor:
+    """The step's loss, summed over its packs."""
+    lengths = [routed_length(len(sample), mode=mode) for sample in samples]
+    totals = RouterTotals(rows=sum(lengths), documents=sum(count > 0 for count in lengths))
+    dtype = next(decoder.parameters()).dtype
+    total = torch.zeros((), dtype=dtype)
+    for pack in packs:
+        slots = scored_slots(pack)
+        request = LogprobRequest(targets=pack["tokens"][slots.heads], entropy=config.entropy_coef != 0)
+        context = pack.context(mode=mode, trace=RouteTrace())
+        out = spread(decoder(pack.row_tokens, context, slots.rows, request), slots=slots)
+        assert out.logprobs is not None
+        assert out.router is not None
+        behavior = pack["behavior_logprobs"][slots.slots].to(dtype)
+        result = policy_loss(
+            out.logprobs,
+            anchor_logprobs=behavior + 0.1,
+            behavior_logprobs=behavior,
+            ref_logprobs=pack["ref_logprobs"][slots.slots].to(dtype),
+            advantages=pack["advantages"][slots.slots],
+            slots=slots,
+            config=config,
+            normalisers=count_normalisers(samples),
+            entropies=out.entropies,
+        )
+        balance, z = router_losses(out.router, config=config, totals=totals)
+        total = total + result.loss + config.router_aux_weight * balance + config.router_z_weight * z
+    return total
+
+
+def gradients(decoder: HybridDecoder, loss: Tensor) -> dict[str, Tensor]:
+    decoder.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The worst tensor, relative to its largest element."""
+    assert ours.keys() == theirs.keys()
+    scale = max(1e-9, *(float(g.abs().max()) for g in theirs.values()))
+    return max(
+        float((ours[name] - g).abs().max() / g.abs().max().clamp(min=1e-3 * scale))
+        for name, g in theirs.items()
+    )
+
+
+def context_of_forest(forest: Forest) -> PackContext:
+    positions = [
+        torch.arange(start, start + length)
+        for start, length in zip(forest.prefix, forest.lengths, strict=True)
+    ]
+    return PackContext(
+        positions=torch.cat(positions),
+        cu_seqlens=torch.tensor(forest.boundaries, dtype=torch.int32),
+        boundaries=forest.boundaries,
+        max_seqlen=max(forest.lengths),
+        real_tokens=forest.boundaries[-1],
+        shared=forest,
+    )
+
+
+def tree_of(samples: Sequence[Sample], *, replay: bool = True) -> Pack:
+    return collate(samples, layout=LAYOUT if replay else None, topology=ONE, share=True)
+
+
+def one_by_one(samples: Sequence[Sample], *, replay: bool = True) -> list[Pack]:
+    return [collate([sample], layout=LAYOUT if replay else None, topology=ONE) for sample in samples]
+
+
+def test_the_forest_of_six_samples_is_the_one_drawn_by_hand() -> None:
+    pack = tree_of(six())
+    assert pack.shared is not None
+    forest = pack.shared.forest
+    # [2 6] | [5 6] -> [3 4] and [7] -> [8] -> [1] and [9]
+    assert forest.lengths == (2, 2, 2, 1, 1, 1, 1)
+    assert forest.parents == (-1, -1, 1, 1, 3, 4, 4)
+    assert forest.leaves == (6, 3, 2, 3, 5, 0)
+    assert forest.prefix == (0, 0, 2, 2, 3, 4, 4)
+    assert forest.rows_before(5).tolist() == [2, 3, 6, 7]
+    assert forest.rows_before(5, limit=3).tolist() == [3, 6, 7]
+    assert pack.row_tokens.tolist() == [2, 6, 5, 6, 3, 4, 7, 8, 1, 9]
+    assert pack.context(mode=RouteMode.replay).positions.tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 4, 4]
+    assert (len(pack), pack.real_tokens, pack.num_rows) == (22, 22, 10)
+    assert pack.shared.row_of.tolist() == [
+        2,
+        3,
+        6,
+        7,
+        9,
+        *[2, 3, 6],
+        *[2, 3, 4, 5],
+        *[2, 3, 6],
+        2,
+        3,
+        6,
+        7,
+        8,
+        0,
+        1,
+    ]
+    assert (pack.recorded_rows, pack.shared.unshared_routes) == (6, 0)
+
+
+def test_a_missing_route_takes_what_was_recorded_else_the_first_samples_synthetic_one() -> None:
+    samples = six()
+    pack = tree_of(samples)
+    assert pack.routes is not None
+    assert samples[0].routes is not None
+    assert np.array_equal(pack.routes[6], samples[0].routes[2])  # samples 1 and 3 end there
+    ending = tree_of([samples[3], samples[1]])
+    assert ending.routes is not None
+    assert np.array_equal(ending.routes[-1], tail_routes("s3", layout=LAYOUT, topology=ONE))
+
+
+def test_equal_tokens_with_other_routes_are_not_shared_and_are_counted() -> None:
+    samples = [sample_of(0, [1, 2, 3, 4]), sample_of(1, [1, 2, 3, 5], changed_routes=1)]
+    pack = tree_of(samples)
+    assert pack.shared is not None
+    assert pack.shared.forest.lengths == (1, 3, 3)
+    assert pack.shared.unshared_routes == 2
+    reordered = dataclasses.replace(samples[0], id="s2", routes=samples[0].routes[:, :, ::-1].copy())
+    both = tree_of([samples[0], reordered])
+    assert both.num_rows == 4  # sets of ids, not lists
+
+
+def test_samples_with_placeholders_share_nothing() -> None:
+    samples = [dataclasses.replace(sample, has_placeholders=i == 1) for i, sample in enumerate(six())]
+    forest, _ = grow(find_sharing(samples, replayed=True))
+    assert forest.parents[forest.leaves[1]] == -1
+    assert forest.lengths[forest.leaves[1]] == 3
+
+
+def test_a_pack_in_which_nothing_is_equal_is_the_flat_pack() -> None:
+    samples = [sample_of(i, [i, 1, 2]) for i in (4, 2, 3)]
+    pack = tree_of(samples)
+    assert pack.shared is None
+    assert pack["tokens"].tolist() == collate(samples, layout=LAYOUT, topology=ONE)["tokens"].tolist()
+
+
+@pytest.mark.parametrize("config", [GRPO, GSPO], ids=["grpo", "gspo"])
+@pytest.mark.parametrize("replay", [True, False])
+def test_six_samples_give_the_loss_and_the_gradients_of_one_by_one(config: LossConfig, replay: bool) -> None:
+    samples, decoder = six(), decoder_of()
+    mode = RouteMode.replay if replay else RouteMode.live
+    found = [
+        (loss, gradients(decoder, loss))
+        for packs in ([tree_of(samples, replay=replay)], one_by_one(samples, replay=replay))
+        for loss in [loss_of(decoder, packs, samples=samples, config=config, mode=mode)]
+    ]
+    (ours, our_gradients), (theirs, their_gradients) = found
+    assert abs(float(ours.detach() - theirs.detach())) < 1e-12 * max(1.0, abs(float(theirs.detach())))
+    assert distance(our_gradients, their_gradients) < 1e-10
+
+
+@st.composite
+def groups_of_samples(draw: st.DrawFn) -> list[Sample]:
+    """Samples that grow out of each other: two tokens, so that beginnings are equal by chance, up to five
+    levels, branches of one row, equal samples, samples that end inside others, masks anywhere.
+    """
+    stems: list[list[int]] = [[]]
+    for _ in range(draw(st.integers(1, 5))):
+        stem = draw(st.sampled_from(stems))
+        stems.append(stem + draw(st.lists(st.integers(0, 1), min_size=1, max_size=20)))
+    chosen = draw(st.lists(st.sampled_from(stems[1:]), min_size=2, max_size=7))
+    samples = []
+    for i, stem in enumerate(chosen):
+        tokens = stem + draw(st.lists(st.integers(0, 2), max_size=3))
+        changed = draw(st.none() | st.integers(0, len(tokens)))
+        samples.append(sample_of(i + draw(st.integers(0, 3)) * 10, tokens, changed_routes=changed))
+    return [dataclasses.replace(sample, id=f"{i}") for i, sample in enumerate(samples)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(groups_of_samples())
+def test_random_forests_give_the_gradients_of_one_by_one(samples: list[Sample]) -> None:
+    pack = tree_of(samples)
+    sharing = find_sharing(samples, replayed=True)
+    assert pack.num_rows == sharing.rows(0, len(samples))
+    decoder = decoder_of()
+    ours, theirs = (
+        loss_of(decoder, packs, samples=samples, config=GRPO) for packs in ([pack], one_by_one(samples))
+    )
+    assert abs(float(ours.detach() - theirs.detach())) < 1e-11
+    assert distance(gradients(decoder, ours), gradients(decoder, theirs)) < 1e-10
+
+
+@pytest.mark.parametrize("recompute", [Recompute.full, Recompute.selective])
+def test_recomputation_changes_no_bit(recompute: Recompute) -> None:
+    samples, decoder = six(), decoder_of(dtype=torch.float32)
+    plain = gradients(decoder, loss_of(decoder, [tree_of(samples)], samples=samples, config=GSPO))
+    decoder.recompute = recompute
+    again = gradients(decoder, loss_of(decoder, [tree_of(samples)], samples=samples, config=GSPO))
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("layer_type", list(LayerType))
+def test_a_branch_changes_nothing_off_its_path_in_any_mixer(layer_type: LayerType) -> None:
+    """Rows of a branch replaced, or not a number: other rows keep every bit."""
+    config = dataclasses.replace(MODEL, layer_types=[layer_type], dense_layers=[0])
+    mixer = decoder_of(config, dtype=torch.float32).layers["0"].mixer
+    forest = Forest(lengths=(20, 17, 1, 5, 3, 4), parents=(-1, 0, 1, 1, 0, -1), leaves=(2, 3, 4, 5))
+    context = context_of_forest(forest)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(50, config.dim, generator=generator)
+    with torch.no_grad():
+        before = mixer(x, context)
+        for s in range(1, 6):
+            span = slice(forest.boundaries[s], forest.boundaries[s + 1])
+            off = torch.tensor([s not in forest.path(t) for t in range(6) for _ in range(forest.lengths[t])])
+            for value in (torch.randn(forest.lengths[s], config.dim, generator=generator), float("nan")):
+                changed = x.clone()
+                changed[span] = value
+                after = mixer(changed, context)
+                assert torch.equal(after[off], before[off])
+                assert not torch.equal(after[~off], before[~off])
+    leaf = x.clone().requires_grad_()
+    for s in range(6):
+        (gradient,) = torch.autograd.grad(
+            mixer(leaf, context)[forest.boundaries[s] : forest.boundaries[s + 1]].square().sum(), leaf
+        )
+        on_path = torch.tensor([t in forest.path(s) for t in range(6) for _ in range(forest.lengths[t])])
+        assert gradient[~on_path].abs().max() == 0.0
+        assert (gradient[forest.boundaries[s]].abs() > 0).any()
