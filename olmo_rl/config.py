@@ -655,7 +655,10 @@ class BalanceConfig:
 
     kind: BalanceKind = key(BalanceKind.none, "how packs and ranks are chosen")
     proposals: int | None = key(
-        None, "swaps to try, null = the search's own default; 0 = the best start", min=0, needs=_BALANCES
+        None,
+        "swaps that each chain of the search tries, null = its own default; 0 = the best start",
+        min=0,
+        needs=_BALANCES,
     )
     seconds: float = key(1.0, "deadline of one batch, inf = none", min=0, max=math.inf, needs=_BALANCES)
     layer_stride: int = key(1, "look at every n-th routed layer", min=1, needs=_BALANCES)

@@ -8,11 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceConfig
-from olmo_rl.planning.objective import lower_bounds, measure
-from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.planners import schedule_step
 from olmo_rl.planning.schedule import Schedule, StepInput
-from olmo_rl.planning.searches.starts import SearchProblem, Start, fixed_point
+from olmo_rl.planning.searches.starts import SearchProblem
 from olmo_rl.types import Topology
 
 
@@ -40,22 +38,14 @@ class Case:
 
     def problem(self, *, proposals: int | None = None, cap: int | None = None) -> SearchProblem:
         """The search problem of this batch."""
-        plan = plan_step(self.lengths, budget=self.budget, topology=self.topology)
-        work = measure(plan, lengths=self.lengths, loads=self.loads, topology=self.topology)
-        return SearchProblem(
-            lengths=self.lengths,
+        return SearchProblem.of(
+            self.lengths,
             loads=self.loads,
             budget=self.budget,
             topology=self.topology,
-            arrival=Start(name="arrival", plan=plan, work=work),
-            bounds=lower_bounds(
-                lengths=self.lengths, loads=self.loads, topology=self.topology, budget=self.budget
-            ),
-            weights=fixed_point(work, topology=self.topology),
+            seed=1,
             cap=cap,
             proposals=proposals,
-            seconds=float("inf"),
-            seed=1,
         )
 
 

@@ -85,9 +85,17 @@ def test_every_sum_equals_a_count_from_scratch(case: dict[str, int], cap: int | 
 
 def test_the_best_plan_within_the_guard_is_the_one_that_is_returned() -> None:
     batch = random_case(5, world=4, ep=2, per_rank=6, layers=4)
-    problem = batch.problem(proposals=5000)
+    problem = batch.problem()
     work, weights = problem.arrival.work, problem.weights
-    plan, log = anneal(problem.arrival, problem=problem, guard=work, goal=0, seconds=float("inf"))
+    plan, log = anneal(
+        problem.arrival,
+        problem=problem,
+        guard=work,
+        best=weights.objective(work),
+        goal=0,
+        limit=5000,
+        seconds=float("inf"),
+    )
     assert plan is not None
     assert (log.proposals, log.stop_reason) == (5000, "proposals")
     after = measure(plan, lengths=batch.lengths, loads=batch.loads, topology=batch.topology)

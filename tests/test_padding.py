@@ -22,11 +22,11 @@ from olmo_rl.planning.loads import collection_loads, tail_routes
 from olmo_rl.planning.objective import destination_loads, measure
 from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.pads import Pads, pad_documents
-from olmo_rl.planning.planners import schedule_step
+from olmo_rl.planning.planners import padded_schedule, schedule_step
 from olmo_rl.planning.schedule import StepInput
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.loss import scored_slots
-from olmo_rl.types import ExpertLayout, Padding, Refusal, Sample, Topology
+from olmo_rl.types import ExpertLayout, PackPlan, Padding, Refusal, Sample, Topology
 
 ONE = Topology(1)
 MODEL = tiny_config()
@@ -408,6 +408,19 @@ def test_a_cap_on_destinations_that_only_pads_exceed_is_refused_by_name() -> Non
     schedule_step(step_of(samples, multiple=1, balance=capped))
     with pytest.raises(Refusal, match=f"with pads the plan sends {padded.max_destination_load} assignments"):
         schedule_step(step_of(samples, multiple=16, balance=capped))
+
+
+def test_a_plan_whose_pads_cost_more_than_it_gains_gives_way_to_the_order_of_arrival() -> None:
+    step = step_of(samples_of(8, 8, 8, 8, 8, 8, 8, 8), multiple=16, balance=BalanceConfig())
+    arrival = schedule_step(step)
+    assert arrival.plan.packs_per_rank == 1
+    # Two packs of eight tokens take 32 rows, one of sixteen takes 16.
+    split = PackPlan(packs=tuple(tuple((i,) for i in rank[0]) for rank in arrival.plan.packs))
+    chosen = padded_schedule(replace(arrival, plan=split, start="split"), step=step)
+    assert (chosen.plan.packs, chosen.start) == (arrival.plan.packs, "arrival")
+    assert chosen.after == chosen.before
+    kept = padded_schedule(replace(arrival, start="same"), step=step)
+    assert (kept.plan.packs, kept.start) == (arrival.plan.packs, "same")
 
 
 def test_without_padding_nothing_is_made_for_pads() -> None:

@@ -35,16 +35,18 @@ from olmo_rl.data.files import read_collection, write_collection
 from olmo_rl.data.validation import checked_routes
 from olmo_rl.planning.cost_model import CostModel, write_cost_model
 from olmo_rl.planning.loads import collection_loads
-from olmo_rl.planning.objective import measure, pair_straggler, token_straggler
+from olmo_rl.planning.objective import Bounds, Work, measure, pair_straggler, token_straggler
 from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.pictures import PADS, column_loads, draw_packs
 from olmo_rl.planning.report import (
+    ReportedStep,
+    load_lines,
     plan_document,
     print_report,
     report_step,
     scoring_remark,
 )
-from olmo_rl.planning.schedule import StepInput, known_schedule
+from olmo_rl.planning.schedule import Schedule, StepInput, known_schedule
 from olmo_rl.planning.synthetic import (
     DOMAINS,
     draw_lengths,
@@ -350,6 +352,34 @@ def test_a_searched_plan_is_reported_beside_the_order_of_arrival(capsys: pytest.
     assert ["[not", "markup]", "3", "%"] in rows
 
 
+def test_a_plan_that_raises_the_largest_destination_load_is_reported_with_the_cap_that_keeps_it() -> None:
+    work = Work(
+        expert_work=90,
+        token_work=9,
+        pair_work=9,
+        skew_mean=1.0,
+        skew_max=1.0,
+        max_destination_load=100,
+        packs_per_rank=1,
+    )
+    log = SearchLog(seed=0, proposals=1, accepted=1, stop_reason="proposals", rejected={})
+    for load, expected in ((121, " (+21%): the busiest rank needs more memory; "), (100, "100 planned")):
+        schedule = Schedule(
+            plan=PackPlan(packs=(((0,),), ((1,),)), search=log),
+            before=work,
+            after=replace(work, max_destination_load=load),
+            bounds=Bounds(expert_work=80, token_work=9, pair_work=9, packs_per_rank=1),
+            start="",
+            paths={},
+        )
+        step = ReportedStep(
+            number=0, ids=("a", "b"), lengths=np.ones(2), schedule=schedule, fill=1.0, padded_tokens=None
+        )
+        (line,) = load_lines([step])
+        assert expected in line
+        assert ("balance.max_destination_load=100" in line) == (load > 100)
+
+
 def test_the_scoring_remark_follows_the_configuration() -> None:
     auto = Config(scoring=ScoringConfig(check_interval=7))
     assert "every 7 updates, skipped otherwise" in scoring_remark(auto, steps_in_collection=1)
@@ -551,7 +581,7 @@ def test_a_balanced_plan_reports_bound_log_times_and_the_placement_floor_and_dra
     assert [row[0] for row in rows if row[:1] in (["planned"], ["bound"])] == ["planned", "bound"]
     log = " ".join(out.split())
     assert "Step 0: start " in log
-    assert "500 proposals" in log
+    assert "1,000 proposals" in log
     assert all(f"{part} " in log.partition("; ms: ")[2] for part in ("count", "start", "search", "verify"))
     # The floor against its definition, and the file: every layer holds every expert once.
     samples = read_collection(path, require_routes=True).samples

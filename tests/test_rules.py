@@ -68,6 +68,9 @@ EXAMPLES = {
     "without expert parallelism experts have": (
         "recipe=plan balance.write_permutation=placement.json strategy.ep_degree=1"
     ),
+    "layers that the stride leaves out": (
+        "recipe=plan balance=anneal balance.max_destination_load=9 balance.layer_stride=2"
+    ),
     "files to read are not": "rollouts=files",
     "recorded collections exist already, nothing": "recipe=rollout rollouts=files",
     "only recorded samples can be": "recipe=score",

@@ -20,7 +20,7 @@ from olmo_rl.planning.objective import gap, measure, objective, pair_straggler, 
 from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.planners import batch_seed, plan_batch
 from olmo_rl.planning.schedule import StepInput, schedule_digest
-from olmo_rl.planning.searches.starts import best_start, no_worse, starts
+from olmo_rl.planning.searches.starts import best_start, no_worse, starts, tolerated
 from olmo_rl.planning.synthetic import recorded_lengths
 from olmo_rl.types import Refusal, Topology
 
@@ -92,7 +92,8 @@ def test_every_invariant_holds_on_random_and_adversarial_batches(
     assert gap(after, bounds=found.bounds, base=before) >= -1e-12
     if balance.kind is not BalanceKind.reference:
         start = case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=0)).after
-        assert no_worse(after, than=start)
+        assert objective(after, base=before) <= objective(start, base=before) + 1e-12
+        assert after.packs_per_rank <= start.packs_per_rank
     else:
         for field in dataclasses.fields(after):
             new, old = getattr(after, field.name), getattr(before, field.name)
@@ -136,9 +137,9 @@ def test_a_search_runs_its_number_of_proposals_and_none_returns_the_best_start()
     some = case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=3001, seconds=600))
     log = some.plan.search
     assert log is not None
-    assert log.proposals == 3001
+    assert log.proposals == 2 * 3001  # by length alone, then with loads
     assert log.accepted + sum(log.rejected.values()) <= log.proposals
-    assert no_worse(some.after, than=best.work)
+    assert no_worse(some.after, than=tolerated(best.work))
 
 
 def test_a_deadline_stops_the_search_says_so_and_still_returns_a_guarded_plan() -> None:
@@ -147,7 +148,8 @@ def test_a_deadline_stops_the_search_says_so_and_still_returns_a_guarded_plan() 
     assert found.plan.search is not None
     assert found.plan.search.stop_reason == "deadline"
     assert found.plan.search.proposals < 2_000_000_000
-    assert no_worse(found.after, than=case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=0)).after)
+    start = case.plan(BalanceConfig(kind=BalanceKind.anneal, proposals=0)).after
+    assert objective(found.after, base=found.before) <= objective(start, base=found.before) + 1e-12
 
 
 PROGRAM = """

@@ -133,7 +133,7 @@ def print_report(
     title = f"{topology.world_size} ranks, {topology.num_replicas} x EP {topology.ep_degree}, {packs}"
     console.print(plan_table(steps, title=title))
     console.print("Percentages: above the lower bound, which divides samples and may be out of reach.")
-    for line in (*padding_lines(steps), *search_lines(steps)):
+    for line in (*padding_lines(steps), *search_lines(steps), *load_lines(steps)):
         console.print(line, highlight=False, markup=False)
     if untouched_tail:
         console.print(f"Left out: {len(untouched_tail)} samples at the end of collections, no complete step.")
@@ -223,9 +223,28 @@ def search_lines(steps: Sequence[ReportedStep]) -> Iterator[str]:
             f"Step {step.number}: {f'start {step.schedule.start}, ' if step.schedule.start else ''}"
             f"{log.proposals:,} proposals, "
             f"{log.accepted:,} accepted, stopped by {log.stop_reason}"
+            + (" (another run may plan otherwise)" if log.stop_reason == "deadline" else "")
             + (f"; rejected by {rejected}" if rejected else "")
             + (f"; ms: {split}" if split else "")
         )
+
+
+def load_lines(steps: Sequence[ReportedStep]) -> Iterator[str]:
+    """The largest destination load of every searched step beside that of the order of arrival: it bounds the
+    memory of the busiest rank. A rise is a warning.
+    """
+    for step in steps[:_TABLE_STEPS]:
+        before, after = step.schedule.before, step.schedule.after
+        old, new = before.max_destination_load, after.max_destination_load
+        if step.schedule.plan.search is None or old is None or new is None:
+            continue
+        line = f"Step {step.number}: largest destination load {_short(old)} before, {_short(new)} planned"
+        if new > old:
+            line += (
+                f" (+{100 * (new / old - 1):.0f}%): the busiest rank needs more memory; "
+                f"balance.max_destination_load={old} keeps it"
+            )
+        yield line
 
 
 def _above(value: int, bound: int) -> str:

@@ -195,6 +195,13 @@ BALANCE = (
         when=lambda c: c.balance.write_permutation is not None and c.ep_degree == 1,
         planning=True,
     ),
+    Rule(
+        keys="balance.max_destination_load balance.layer_stride",
+        refuses="layers that the stride leaves out can exceed the cap",
+        fix="set balance.layer_stride=1, or balance.max_destination_load=null",
+        when=lambda c: c.balance.max_destination_load is not None and c.balance.layer_stride > 1,
+        planning=True,
+    ),
 )
 
 ROLLOUTS = (

@@ -12,16 +12,21 @@ int32 [N] is `rank x C + column` of every sample.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.planning.objective import Bounds, Work, measure
-from olmo_rl.planning.packing import equalise, pack_consecutively
+from olmo_rl.planning.objective import Bounds, Work, lower_bounds, measure
+from olmo_rl.planning.packing import equalise, pack_consecutively, plan_step
 from olmo_rl.types import PackPlan, Topology
 
+# One assignment above the cap costs as much as this many units of expert work, whatever layers they are in.
+_EXCESS = 16
+# The most that a search adds to the weight of work above its guard, as a multiple (`annealing.STRICT`).
+_MOST_PRESSURE = 20
 _GUARDED = ("expert_work", "token_work", "pair_work", "packs_per_rank")
 
 
@@ -59,13 +64,37 @@ class Weights:
         )
 
 
-def fixed_point(base: Work, *, topology: Topology) -> Weights:
-    """Weights with J = 1 per term at `base`, scaled so that no plan and no pressure reaches 2^63."""
-    one = 2**54 // topology.world_size
+def fixed_point(
+    base: Work,
+    *,
+    lengths: NDArray[np.int64],
+    loads: NDArray[np.int32] | None,
+    budget: int,
+    topology: Topology,
+) -> Weights:
+    """Weights with J = 1 per term at `base`, as fine as they can be without any plan reaching 2^63, whatever
+    its pressure.
+    """
+    columns = len(lengths) // topology.world_size
+    worst_token = min(int(lengths.sum()), columns * budget)
+    worst_pair = min(int((lengths**2).sum()), columns * budget * int(lengths.max()))
+    worst_expert, worst_excess = 0, 0
+    if loads is not None and base.expert_work:
+        by_sample = loads.sum(axis=1, dtype=np.int64)  # [N, L]
+        of_token = -(-int(by_sample.max(initial=0)) // max(1, int(lengths.min())))
+        busiest = min(int(by_sample.sum(axis=0).max(initial=0)), of_token * topology.ep_degree * budget)
+        worst_expert = min(int(by_sample.sum()), columns * loads.shape[2] * busiest)
+        worst_excess = columns * topology.num_replicas * busiest
+    excess = _EXCESS * worst_excess / base.expert_work if base.expert_work else 0.0
+    shares = worst_token / base.token_work + worst_pair / base.pair_work
+    shares += worst_expert / base.expert_work if base.expert_work else 0.0
+    one = int(2**62 / ((1 + _MOST_PRESSURE) * shares + excess))
     expert = one // base.expert_work if base.expert_work else 0
-    # One assignment too many costs as much as 16 units of expert work, whatever layers they are in.
     return Weights(
-        expert=expert, token=one // base.token_work, pair=one // base.pair_work, excess=16 * max(expert, 1)
+        expert=expert,
+        token=one // base.token_work,
+        pair=one // base.pair_work,
+        excess=_EXCESS * max(expert, 1),
     )
 
 
@@ -73,7 +102,7 @@ def fixed_point(base: Work, *, topology: Topology) -> Weights:
 class SearchProblem:
     """One batch to search a plan for: `lengths` int64 [N]; `loads` int32 [N, E, L], None for a plan by length
     alone; `cap`: most assignments of one destination in one layer of one column, None for any number;
-    `proposals` None for the search's own number.
+    `proposals` of each chain, None for the search's own number; `seconds` of the whole search.
     """
 
     lengths: NDArray[np.int64]
@@ -88,17 +117,65 @@ class SearchProblem:
     seconds: float
     seed: int
 
+    @classmethod
+    def of(
+        cls,
+        lengths: NDArray[np.int64],
+        *,
+        loads: NDArray[np.int32] | None,
+        budget: int,
+        topology: Topology,
+        seed: int,
+        cap: int | None = None,
+        proposals: int | None = None,
+        seconds: float = math.inf,
+    ) -> SearchProblem:
+        """The problem, whose order of arrival is its measure of J; raises Refusal where that has no packs."""
+        plan = plan_step(lengths, budget=budget, topology=topology)
+        work = measure(plan, lengths=lengths, loads=loads, topology=topology)
+        return cls(
+            lengths=lengths,
+            loads=loads,
+            budget=budget,
+            topology=topology,
+            arrival=Start(name="arrival", plan=plan, work=work),
+            bounds=lower_bounds(lengths=lengths, loads=loads, topology=topology, budget=budget),
+            weights=fixed_point(work, lengths=lengths, loads=loads, budget=budget, topology=topology),
+            cap=cap,
+            proposals=proposals,
+            seconds=seconds,
+            seed=seed,
+        )
+
+    def start(self, name: str, plan: PackPlan) -> Start:
+        """`plan` with its exact work."""
+        work = measure(plan, lengths=self.lengths, loads=self.loads, topology=self.topology)
+        return Start(name=name, plan=plan, work=work)
+
+    def by_length_alone(self, *, seconds: float) -> SearchProblem:
+        """The same batch where nothing is known about experts, to be searched in `seconds`."""
+        return SearchProblem.of(
+            self.lengths,
+            loads=None,
+            budget=self.budget,
+            topology=self.topology,
+            seed=self.seed,
+            proposals=self.proposals,
+            seconds=seconds,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
     """The plan of a search, the start that guards it, the clock when that start was chosen, and the number of
-    proposals scored on each path.
+    proposals scored on each path. `least_cap`: where no plan keeps the cap, the lowest one that a plan keeps.
     """
 
     plan: PackPlan
     start: Start
     started: float
     paths: dict[str, int]
+    least_cap: int | None = None
 
 
 def by_length(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -194,9 +271,45 @@ def cells_plan(cells: NDArray[np.integer], *, topology: Topology, columns: int) 
     return PackPlan(packs=tuple(tuple(tuple(pack) for pack in rank) for rank in members))
 
 
+def tolerated(work: Work) -> Work:
+    """`work` plus what a plan of lower J may exceed it by in each term: 0.3 %."""
+    expert = work.expert_work
+    return replace(
+        work,
+        expert_work=None if expert is None else expert + expert * 3 // 1000,
+        token_work=work.token_work + work.token_work * 3 // 1000,
+        pair_work=work.pair_work + work.pair_work * 3 // 1000,
+    )
+
+
 def no_worse(work: Work, *, than: Work) -> bool:
     """Whether no guarded metric of `work` is above that of `than`."""
     return all((getattr(work, name) or 0) <= (getattr(than, name) or 0) for name in _GUARDED)
+
+
+def balanced_ranks(problem: SearchProblem) -> dict[str, NDArray[np.int64]]:
+    """The orders by length of every rank, by name."""
+    lengths, world = problem.lengths, problem.topology.world_size
+    return {
+        "length_rows": length_rows(lengths, world_size=world),
+        "karmarkar_karp": karmarkar_karp_ranks(lengths, world_size=world),
+    }
+
+
+def by_columns(problem: SearchProblem) -> list[list[Start]]:
+    """Starts of one number of columns after the other, as many columns as a rank has samples at last."""
+    known, found = starts(problem), []
+    most = len(problem.lengths) // problem.topology.world_size
+    for columns in range(problem.bounds.packs_per_rank, most + 1):
+        some = [start for start in known if start.work.packs_per_rank == columns]
+        for name, ranks in balanced_ranks(problem).items():
+            cells = fill_columns(ranks, lengths=problem.lengths, budget=problem.budget, columns=columns)
+            if cells is not None:
+                plan = cells_plan(cells, topology=problem.topology, columns=columns)
+                some.append(problem.start(f"{name}_filled", plan))
+        if some:
+            found.append(some)
+    return found
 
 
 def starts(problem: SearchProblem) -> list[Start]:
@@ -205,22 +318,14 @@ def starts(problem: SearchProblem) -> list[Start]:
     """
     lengths, budget, topology = problem.lengths, problem.budget, problem.topology
     plans = {}
-    balanced = {
-        "length_rows": length_rows(lengths, world_size=topology.world_size),
-        "karmarkar_karp": karmarkar_karp_ranks(lengths, world_size=topology.world_size),
-    }
-    for name, ranks in balanced.items():
+    for name, ranks in balanced_ranks(problem).items():
         plans[name] = order_plan(ranks, lengths=lengths, budget=budget)
         for columns in range(problem.bounds.packs_per_rank, plans[name].packs_per_rank + 1):
             cells = fill_columns(ranks, lengths=lengths, budget=budget, columns=columns)
             if cells is not None:
                 plans[f"{name}_filled"] = cells_plan(cells, topology=topology, columns=columns)
                 break
-    measured = {
-        name: measure(plan, lengths=lengths, loads=problem.loads, topology=topology)
-        for name, plan in plans.items()
-    }
-    return [problem.arrival] + [Start(name=n, plan=plan, work=measured[n]) for n, plan in plans.items()]
+    return [problem.arrival, *(problem.start(name, plan) for name, plan in plans.items())]
 
 
 def best_start(candidates: Sequence[Start], *, weights: Weights, cap: int | None) -> Start:
