@@ -55,7 +55,7 @@ from recipes import score, train
 
 WORLD = 4
 STEPS = ("balance_cases:write_inputs", f"balance_cases:run_rank*{WORLD}")
-ANNEAL = BalanceConfig(kind=BalanceKind.anneal, proposals=2000, seconds=float("inf"))
+ANNEAL = BalanceConfig(kind=BalanceKind.anneal, proposals=1000, seconds=float("inf"))
 BALANCES = {
     "none": BalanceConfig(),
     "reference": BalanceConfig(kind=BalanceKind.reference, proposals=64, seconds=float("inf")),
