@@ -306,16 +306,17 @@ def even_length(response: str, answer: str) -> float:
 def contents(checkpoint: Path) -> dict[str, Any]:
     """Every tensor of a checkpoint by name, without a process group."""
     import torch
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    from olmo_rl.policy.stored_checkpoint import load_tensors, read_metadata
+
+    stored = read_metadata(checkpoint, key="checkpoint").state_dict_metadata
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in stored.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+    load_tensors(tensors, checkpoint, key="checkpoint", alone=True)
     return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
 
 

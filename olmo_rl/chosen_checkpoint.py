@@ -17,6 +17,7 @@ from typing import Any
 
 from olmo_rl.config import Config
 from olmo_rl.run_directory import (
+    MANIFEST,
     checkpoint_directory,
     checkpoint_fault,
     complete_checkpoints,
@@ -64,6 +65,19 @@ def resolve_checkpoint(config: Config) -> str | None:
     if (fault := checkpoint_fault(config.ckpt_path)) is not None:
         raise Refusal(f"ckpt_path={config.ckpt_path}: no whole checkpoint, {fault}: give another, or last")
     return config.ckpt_path
+
+
+def damaged_weights(config: Config) -> list[str]:
+    """Return one line for `init_from` and for `loss.reference` where they are checkpoints whose files differ
+    from their checksums. Reads every byte of them.
+    """
+    lines = []
+    for key, path in (("init_from", config.init_from), ("loss.reference", config.loss.reference)):
+        if path is None or not (Path(path) / MANIFEST).is_file():  # files and directories of others
+            continue
+        if (fault := checkpoint_fault(path, contents=True)) is not None:
+            lines.append(f"{key}={path}: no whole checkpoint, {fault}: give another one")
+    return lines
 
 
 WITHOUT_EVALUATION = (

@@ -567,6 +567,9 @@ class ServeConfig:
     token: str | None = key(
         None, "bearer token that every request but /health needs, null = none", needs=_SERVES
     )
+    weights_from: list[str] = key(
+        ["outputs"], "directories below which requests may name weights to load, [] = none", needs=_SERVES
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from olmo_rl.chosen_checkpoint import settled
+from olmo_rl.chosen_checkpoint import damaged_weights, settled
 from olmo_rl.config import RECIPES, Config, Recipe, register
 from olmo_rl.numbered_runs import (
     link_newest,
@@ -155,6 +155,8 @@ def _accepted(config: Config, *, stack: ExitStack) -> Config:
                 )
     if config.recipe is not Recipe.validate:  # it reports these reasons together with those of the data
         reasons.extend(refusals(config))
+    if config.recipe is not Recipe.validate and not reasons:
+        reasons.extend(damaged_weights(config))
     if RECIPES[config.recipe].ranks:
         from olmo_rl.data.preflight import examine
 

@@ -6,9 +6,13 @@ It holds the weights of `init_from`, or waits for a trainer to publish some. Ctr
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from aiohttp import web
+from torch import Tensor
 
 from olmo_rl.config import Config, EngineApi
 from olmo_rl.data.tokenizers import fitting_tokenizer
@@ -33,6 +37,16 @@ def _leave_soon() -> None:
     asyncio.get_running_loop().call_later(ANSWER_SECONDS, _leave)
 
 
+def read_below(path: str, *, roots: Sequence[str]) -> dict[str, Tensor]:
+    """Read the weights that a request names. Raises Refusal for a path outside of `roots`, with the same
+    words whether it exists or not; links are followed first.
+    """
+    real = Path(path).resolve()
+    if not any(real.is_relative_to(Path(root).resolve()) for root in roots):
+        raise Refusal("the path of the weights: not below a directory of serve.weights_from")
+    return read_weights(str(real))
+
+
 def run(config: Config) -> None:
     """Listen until told to stop."""
     device = torch.device("cpu" if config.trainer.accelerator == "cpu" else "cuda")
@@ -44,7 +58,7 @@ def run(config: Config) -> None:
         engine=engine,
         api=VllmApi() if config.serve.api is EngineApi.vllm else SglangApi(),
         tokenizer=fitting_tokenizer(config.model),
-        load=read_weights,
+        load=partial(read_below, roots=config.serve.weights_from),
         arrivals=Arrivals(engine_pieces(config.model), shapes=parameter_shapes(config.model)),
         axis=None if layout is None else RouteAxis(layout=layout, num_layers=len(config.model.layer_types)),
         token=config.serve.token,

@@ -10,7 +10,6 @@ Hugging Face directory whose config.json differs from `model.*`, key by key.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,6 +30,7 @@ from olmo_rl.hf.names import Piece, by_parameter, pieces, refuse_mismatches
 from olmo_rl.hf.weight_files import HfFiles, read_slice
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.sharded import local_part, places
+from olmo_rl.policy.stored_checkpoint import METADATA, load_tensors, read_metadata
 from olmo_rl.types import Refusal
 
 LM_HEAD = "lm_head.weight"  # the same name in Hugging Face directories; tied models may omit it there
@@ -82,6 +81,7 @@ class _Checkpoint:
     """The model part of a checkpoint directory of a run."""
 
     directory: Path
+    key: str
     shapes: Mapping[str, torch.Size] = field(init=False)
     _dtypes: Mapping[str, torch.dtype] = field(init=False)
 
@@ -89,9 +89,7 @@ class _Checkpoint:
         prefix = f"state_dict.{CHECKPOINT_PREFIX}"
         stored = {
             name.removeprefix(prefix): entry
-            for name, entry in dcp.FileSystemReader(self.directory)
-            .read_metadata()
-            .state_dict_metadata.items()
+            for name, entry in read_metadata(self.directory, key=self.key).state_dict_metadata.items()
             if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
         self.shapes = {name: entry.size for name, entry in stored.items()}
@@ -99,9 +97,7 @@ class _Checkpoint:
 
     def fill(self, parameters: Mapping[str, Tensor]) -> None:
         weights = {CHECKPOINT_PREFIX + name: parameter for name, parameter in parameters.items()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended
-            dcp.load({"state_dict": weights}, checkpoint_id=self.directory, no_dist=True)
+        load_tensors({"state_dict": weights}, self.directory, key=self.key, alone=True)
 
     def whole(self, name: str) -> Tensor:
         tensor = torch.empty(self.shapes[name], dtype=self._dtypes[name])
@@ -151,8 +147,8 @@ def open_weights(path: str, *, key: str) -> Iterator[StoredWeights]:
             raise Refusal(f"{key}={path}: not a safetensors file ({error})") from None
         with opened as file:
             yield _SingleFile(file=file)
-    elif (location / ".metadata").is_file():
-        yield _Checkpoint(directory=location)
+    elif (location / METADATA).is_file():
+        yield _Checkpoint(directory=location, key=key)
     else:
         raise Refusal(
             f"{key}={path}: neither a .safetensors file nor a checkpoint directory of a run, nor a Hugging "

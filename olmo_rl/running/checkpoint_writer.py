@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from olmo_rl.chosen_checkpoint import best_checkpoint
 from olmo_rl.config import Config
+from olmo_rl.policy.stored_checkpoint import PLAIN_STATE
 from olmo_rl.replaced_runs import discard_replaced
 from olmo_rl.run_directory import (
     SCRATCH,
@@ -43,7 +44,6 @@ from olmo_rl.run_directory import (
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import RankFailed, Refusal
 
-PLAIN_STATE = "meta.pt"  # everything but tensors of weights and optimizer
 _LIMIT = timedelta(hours=2)  # of one save, over all ranks
 _POLL_SECONDS = 0.5
 

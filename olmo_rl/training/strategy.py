@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     LightningEnvironment,
@@ -26,7 +25,6 @@ from lightning.fabric.plugins.environments import (
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -42,9 +40,9 @@ from olmo_rl.policy.compiling import GraphLog, compile_regions
 from olmo_rl.policy.hybrid import DecoderOutput, HybridDecoder, require_context
 from olmo_rl.policy.logprobs import LogprobRequest
 from olmo_rl.policy.loss import ScoredSlots
+from olmo_rl.policy.stored_checkpoint import load_plain_state, load_tensors, read_metadata
 from olmo_rl.policy.weights import check_weights
 from olmo_rl.progress import note_collective
-from olmo_rl.run_directory import causes
 from olmo_rl.types import Refusal, Topology
 
 T = TypeVar("T")
@@ -160,14 +158,14 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         assert self.model is not None
         check_weights(cast(Any, self.lightning_module).decoder, str(path), key="ckpt_path")
         weights = {"state_dict": get_model_state_dict(self.model)}
-        _load(weights, path)
+        load_tensors(weights, path, key="ckpt_path")
         set_model_state_dict(self.model, weights["state_dict"])
         for index, optimizer in enumerate(self.optimizers):
             own = get_optimizer_state_dict(self.model, optimizer)
             _refuse_another_optimizer(cast(Any, own["state"]), prefix=f"optimizer_{index}.state", path=path)
-            _load({f"optimizer_{index}": {"state": own["state"]}}, path)  # in place
+            load_tensors({f"optimizer_{index}": {"state": own["state"]}}, path, key="ckpt_path")  # in place
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=own)
-        return cast(dict[str, Any], torch.load(path / "meta.pt", weights_only=True))
+        return load_plain_state(path, key="ckpt_path")
 
     def forward_pack(
         self,
@@ -252,7 +250,7 @@ def _refuse_another_optimizer(state: Mapping[str, Any], *, prefix: str, path: Pa
     """Refuse a checkpoint without the optimizer state that this run continues: `state` by parameter, stored
     under names with `prefix`.
     """
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = read_metadata(path, key="ckpt_path").state_dict_metadata
     wanted = [f"{prefix}.{name}.{part}" for name, parts in state.items() for part in parts]
     absent = [name for name in wanted if name not in stored]
     if absent:
@@ -260,20 +258,6 @@ def _refuse_another_optimizer(state: Mapping[str, Any], *, prefix: str, path: Pa
             f"optim.kind ckpt_path={path}: the checkpoint has no {absent[0]} ({len(absent)} such), its run "
             "used another optimizer: set the optim.kind of that run, or start a new run with init_from"
         )
-
-
-def _load(state: dict[str, Any], path: Path) -> None:
-    """Fill tensors in place. Raises Refusal where torch cannot read the checkpoint: its own exception is no
-    Exception, and would end a sweep without a message.
-    """
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except CheckpointException as error:
-        first = causes(error)[-1]
-        reason = str(first).partition("\n")[0].partition(". ")[0]  # the rest of torch's advice is unsafe here
-        raise Refusal(
-            f"ckpt_path: {path} cannot be read, {type(first).__name__}: {reason}: give another checkpoint"
-        ) from error
 
 
 def cluster_environment() -> ClusterEnvironment:
