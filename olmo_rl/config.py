@@ -108,6 +108,7 @@ class Filter(Choice):
 class PackingKind(Choice):
     none = "none", "one sample per forward"
     consecutive = "consecutive", "consecutive samples share a row up to the budget"
+    trees = "trees", "samples with equal beginnings also share the rows of these, and lie in one pack"
 
 
 class BalanceKind(Choice):
@@ -1121,7 +1122,12 @@ class Config:
     @property
     def packed(self) -> bool:
         """Whether several samples share a row."""
-        return self.packing.kind is PackingKind.consecutive
+        return self.packing.kind is not PackingKind.none
+
+    @property
+    def shares(self) -> bool:
+        """Whether equal rows of samples are computed once."""
+        return self.packing.kind is PackingKind.trees
 
     @property
     def balanced(self) -> bool:

@@ -287,11 +287,13 @@ class SearchLog:
 class PackPlan:
     """One optimizer step: `packs[rank][column]` is a tuple of positions into the step's sample list.
 
-    `search` is None where the order of arrival was kept.
+    `search` is None where the order of arrival was kept. `rows[rank][column]`: rows of each pack where
+    samples share rows, whose order and number per rank then are free; None: every token is a row.
     """
 
     packs: tuple[tuple[tuple[int, ...], ...], ...]
     search: SearchLog | None = None
+    rows: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def world_size(self) -> int:
@@ -308,16 +310,19 @@ class PackPlan:
 
     def check(self, lengths: Sequence[int] | NDArray[np.int64], budget: int) -> None:
         """Raise AssertionError unless every sample is packed exactly once, no pack is empty or over budget,
-        all ranks run the same number of packs and, where nothing was searched, rank w holds positions w, w +
-        W, ... in order.
+        all ranks run the same number of packs and, where nothing was searched or shared, rank w holds
+        positions w, w + W, ... in order.
         """
         assert sorted(self.positions) == list(range(len(lengths))), "every sample must be packed exactly once"
         assert len({len(rank) for rank in self.packs}) == 1, "all ranks must run the same number of packs"
         for rank, packs in enumerate(self.packs):
-            if self.search is None:
+            if self.search is None and self.rows is None:
                 arrival = list(range(rank, len(lengths), self.world_size))
                 assert [i for pack in packs for i in pack] == arrival, f"rank {rank}: not in order of arrival"
             for column, pack in enumerate(packs):
                 assert pack, f"rank {rank} column {column} is an empty pack"
                 tokens = sum(int(lengths[i]) for i in pack)
+                if self.rows is not None:
+                    assert self.rows[rank][column] <= tokens, "sharing saves rows"
+                    tokens = self.rows[rank][column]
                 assert tokens <= budget, f"rank {rank} column {column}: {tokens} tokens, budget {budget}"

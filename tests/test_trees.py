@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_cases import tiny_config
 from torch import Tensor
+from training_cases import config_of, fit, largest_difference, samples_of, write_files
 
 from olmo_rl.config import (
     AuxGrouping,
@@ -20,6 +25,8 @@ from olmo_rl.config import (
     LossConfig,
     LossKind,
     ModelConfig,
+    PackingConfig,
+    PackingKind,
     Recompute,
     Reduction,
 )
@@ -28,9 +35,10 @@ from olmo_rl.data.packs import Pack, PackContext, RouteMode, RouteTrace
 from olmo_rl.planning.forest import Forest
 from olmo_rl.planning.loads import tail_routes
 from olmo_rl.planning.sharing import find_sharing, grow
+from olmo_rl.policy import attention, delta_rule, kda, loss, moe
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.logprobs import LogprobRequest
-from olmo_rl.policy.loss import policy_loss, scored_slots
+from olmo_rl.policy.loss import ScoredSlots, policy_loss
 from olmo_rl.policy.moe import RouterTotals, routed_length, router_losses
 from olmo_rl.training.strategy import spread
 from olmo_rl.types import Sample, Topology
@@ -115,7 +123,7 @@ def loss_of(
     dtype = next(decoder.parameters()).dtype
     total = torch.zeros((), dtype=dtype)
     for pack in packs:
-        slots = scored_slots(pack)
+        slots = loss.scored_slots(pack)
         request = LogprobRequest(targets=pack["tokens"][slots.heads], entropy=config.entropy_coef != 0)
         context = pack.context(mode=mode, trace=RouteTrace())
         out = spread(decoder(pack.row_tokens, context, slots.rows, request), slots=slots)
@@ -138,9 +146,9 @@ def loss_of(
     return total
 
 
-def gradients(decoder: HybridDecoder, loss: Tensor) -> dict[str, Tensor]:
+def gradients(decoder: HybridDecoder, total: Tensor) -> dict[str, Tensor]:
     decoder.zero_grad()
-    loss.backward()
+    total.backward()
     return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
 
 
@@ -253,9 +261,9 @@ def test_six_samples_give_the_loss_and_the_gradients_of_one_by_one(config: LossC
     samples, decoder = six(), decoder_of()
     mode = RouteMode.replay if replay else RouteMode.live
     found = [
-        (loss, gradients(decoder, loss))
+        (found, gradients(decoder, found))
         for packs in ([tree_of(samples, replay=replay)], one_by_one(samples, replay=replay))
-        for loss in [loss_of(decoder, packs, samples=samples, config=config, mode=mode)]
+        for found in [loss_of(decoder, packs, samples=samples, config=config, mode=mode)]
     ]
     (ours, our_gradients), (theirs, their_gradients) = found
     assert abs(float(ours.detach() - theirs.detach())) < 1e-12 * max(1.0, abs(float(theirs.detach())))
@@ -331,3 +339,144 @@ def test_a_branch_changes_nothing_off_its_path_in_any_mixer(layer_type: LayerTyp
         on_path = torch.tensor([t in forest.path(s) for t in range(6) for _ in range(forest.lengths[t])])
         assert gradient[~on_path].abs().max() == 0.0
         assert (gradient[forest.boundaries[s]].abs() > 0).any()
+
+
+def mutated(module: ModuleType, old: str, new: str) -> Any:
+    """The module once more with one change to its text."""
+    text = inspect.getsource(module)
+    assert text.count(old) == 1, old
+    copy = ModuleType(module.__name__)
+    exec(compile(text.replace(old, new), module.__file__ or "", "exec"), copy.__dict__)
+    return copy
+
+
+def restarting_positions(pack: Pack, *, mode: RouteMode, trace: RouteTrace | None = None) -> PackContext:
+    context = CONTEXT(pack, mode=mode, trace=trace)
+    restarted = torch.cat([torch.arange(length) for length in context.forest.lengths])
+    return dataclasses.replace(context, positions=restarted)
+
+
+def without_first_tokens(pack: Pack) -> ScoredSlots:
+    slots = SLOTS(pack)
+    if pack.shared is None:
+        return slots
+    starts = torch.tensor(pack.shared.forest.boundaries)
+    kept = ~torch.isin(pack.rows_of(slots.slots), starts)
+    tokens, documents = slots.slots[kept], slots.documents[kept]
+    rows = pack.rows_of(tokens - 1)
+    return dataclasses.replace(
+        slots, slots=tokens, heads=tokens, head_of=None, rows=rows, documents=documents
+    )
+
+
+CONTEXT, SLOTS = Pack.context, loss.scored_slots
+OWN_PARENT = (
+    "[np.arange(*forest.boundaries[p : p + 2])[-reach:] if p >= 0 else np.zeros(0, dtype=np.int64) "
+    "for p in forest.parents]"
+)
+WINDOW_OF_ROWS = (
+    "past = prefix if window is None else np.array([sum(r > e - window for r in forest.rows_before(s)) "
+    "for s, e in enumerate(forest.boundaries[:-1])])"
+)
+# Faults of shared rows: an owner, the name of what is replaced there, and by what.
+FAULTS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
+    "taps from the parent alone": (
+        kda,
+        "tap_table",
+        lambda: (
+            mutated(
+                kda, "[forest.rows_before(s, limit=reach) for s in range(len(lengths))]", OWN_PARENT
+            ).tap_table
+        ),
+    ),
+    "causality aligned at the first keys": (
+        attention,
+        "_causal",
+        lambda: mutated(attention, "torch.arange(keys - length, keys,", "torch.arange(length,")._causal,
+    ),
+    "the window counts rows": (
+        attention,
+        "_batches",
+        lambda: (
+            mutated(
+                attention,
+                "past = prefix if window is None else np.minimum(prefix, window - 1)",
+                WINDOW_OF_ROWS,
+            )._batches
+        ),
+    ),
+    "the gradient of one child's state": (
+        kda,
+        "kda_chunked",
+        lambda: mutated(delta_rule, "d_state.index_add_(0,", "d_state.index_copy_(0,").kda_chunked,
+    ),
+    "positions restart in a child": (Pack, "context", lambda: restarting_positions),
+    "a token is predicted by the row before its own": (
+        loss,
+        "scored_slots",
+        lambda: mutated(loss, "pack.rows_of(heads - 1)", "pack.rows_of(heads) - 1").scored_slots,
+    ),
+    "a shorter sample counts the row that only others go on from": (
+        moe,
+        "routed_rows",
+        lambda: mutated(moe, "numbers[:-1] if s in cut else numbers", "numbers").routed_rows,
+    ),
+    "the first token of a child is not scored": (loss, "scored_slots", lambda: without_first_tokens),
+}
+
+
+@pytest.fixture(scope="module")
+def true_gradients() -> dict[str, Tensor]:
+    samples, decoder = six(), decoder_of()
+    return gradients(decoder, loss_of(decoder, one_by_one(samples), samples=samples, config=GRPO))
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_every_known_fault_of_shared_rows_changes_the_gradients(
+    fault: str | None, true_gradients: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault is not None:
+        owner, name, make = FAULTS[fault]
+        monkeypatch.setattr(owner, name, make())
+    samples, decoder = six(), decoder_of()
+    found = gradients(decoder, loss_of(decoder, [tree_of(samples)], samples=samples, config=GRPO))
+    assert (distance(found, true_gradients) < 1e-10) == (fault is None)
+    assert fault is None or distance(found, true_gradients) > 1e-4
+
+
+def sharing_samples() -> list[Sample]:
+    """Four groups of two: the two prompts of a group and their routes are equal."""
+    samples = samples_of(((5, 4), (5, 2), (3, 3), (3, 6), (7, 2), (7, 2), (4, 5), (4, 1)), seed=2)
+    for first, second in zip(samples[::2], samples[1::2], strict=True):
+        prompt = int((~first.response_mask).sum())
+        assert first.routes is not None
+        assert second.routes is not None
+        second.tokens[:prompt], second.routes[:prompt] = first.tokens[:prompt], first.routes[:prompt]
+    return samples
+
+
+def test_an_update_on_trees_is_the_update_on_flat_packs_and_reports_its_rows(tmp_path: Path) -> None:
+    samples = sharing_samples()
+    runs = {}
+    for kind, budget in ((PackingKind.consecutive, 64), (PackingKind.trees, 64), (PackingKind.trees, 12)):
+        directory = tmp_path / f"{kind.value}-{budget}"
+        write_files(directory, [samples])
+        packing = PackingConfig(kind=kind, max_tokens=budget)
+        runs[kind, budget] = fit(config_of(directory, packing=packing, loss=GSPO), double=True)
+    flat = runs.pop((PackingKind.consecutive, 64))
+    for (_, budget), run in runs.items():
+        assert largest_difference(run.recorder.gradients[0], flat.recorder.gradients[0]) < 1e-9
+        row, event = run.rows[0], run.events("packing")[0]
+        assert row["loss/total"] == pytest.approx(flat.rows[0]["loss/total"], rel=1e-9)
+        assert row["replay/overlap"] > 0
+        assert run.events("replay")[0]["mismatches"] == 0
+        assert (event["real_tokens"], event["padded_tokens"]) == (63, row["packing/rows"])
+        assert event["max_pack_tokens"] <= budget
+        assert row["packing/sharing"] == pytest.approx(63 / row["packing/rows"])
+        assert row["packing/unshared_routes"] == 0
+        ratio = row["throughput/real_tokens_per_second"] / row["throughput/rows_per_second"]
+        assert ratio == pytest.approx(row["packing/sharing"])
+    whole, cut = (run.rows[0] for run in runs.values())
+    assert (whole["packing/packs"], whole["packing/rows"]) == (1, 63 - 5 - 3 - 7 - 4)
+    assert cut["packing/packs"] > 2
+    assert "throughput/rows_per_second" not in flat.rows[0]

@@ -163,6 +163,7 @@ class OpenCollection:
             topology=topology,
             budget=self._config.budget,
             padding=self._config.padding,
+            share=self._config.shares,
         )
         forecast = None
         # One EP rank receives everything: nothing to compare.

@@ -110,6 +110,7 @@ def _plan_state(record: PlanRecord) -> dict[str, Any]:
     return {
         "packs": [[[int(i) for i in pack] for pack in rank] for rank in plan.packs],
         "search": None if plan.search is None else asdict(plan.search),
+        "rows": None if plan.rows is None else [list(rank) for rank in plan.rows],
         "start": record.start,
         "paths": record.paths,
         "settings": record.settings,
@@ -117,11 +118,12 @@ def _plan_state(record: PlanRecord) -> dict[str, Any]:
 
 
 def _plan_of_state(state: Mapping[str, Any]) -> PlanRecord:
-    search = state["search"]
+    search, rows = state["search"], state.get("rows")  # absent before rows could be shared
     return PlanRecord(
         plan=PackPlan(
             packs=tuple(tuple(tuple(pack) for pack in rank) for rank in state["packs"]),
             search=None if search is None else SearchLog(**search),
+            rows=None if rows is None else tuple(tuple(rank) for rank in rows),
         ),
         start=state["start"],
         paths=state["paths"],

@@ -31,6 +31,7 @@ from olmo_rl.planning.schedule import (
     placement_floor,
     schedule_digest,
 )
+from olmo_rl.planning.sharing import find_sharing
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import ExpertLayout, PackPlan, Refusal, Sample, Topology
 
@@ -187,12 +188,15 @@ def plan_facts(schedule: Schedule, *, step: StepInput) -> dict[str, float]:
     """Metrics of a step's plan."""
     plan, work = schedule.plan, schedule.after
     tokens, packs = int(step.lengths.sum()), plan.packs_per_rank * plan.world_size
+    rows = None if plan.rows is None else sum(map(sum, plan.rows))
     facts = {
         "packing/packs": float(plan.packs_per_rank),
         "packing/samples_per_pack": len(step.lengths) / packs,
         "packing/tokens_per_pack": tokens / packs,
-        "packing/fill": tokens / (packs * step.budget),
+        "packing/fill": (tokens if rows is None else rows) / (packs * step.budget),
     }
+    if rows is not None:
+        facts |= {"packing/rows": float(rows), "packing/sharing": tokens / rows}
     if work.skew_mean is not None and work.skew_max is not None:
         facts["packing/expert_dispatch_skew_mean"] = work.skew_mean
         facts["packing/expert_dispatch_skew_max"] = work.skew_max
@@ -215,6 +219,10 @@ def _find(
 ) -> Planned:
     """Take the counts, and on the searching rank plan: the same arithmetic in whichever thread it runs."""
     loads, counted = counts.of(samples)
+    sharing = None
+    if config.shares:
+        sharing = find_sharing(samples, replayed=counts.layout is not None)
+        loads = None  # they add up over samples only where no row is shared
     # The reference search has one allowance for a collection.
     shared = config.balance.kind is BalanceKind.reference
     step = StepInput(
@@ -233,6 +241,7 @@ def _find(
             layout=counts.layout,
             layer_stride=config.balance.layer_stride,
         ),
+        sharing=sharing,
     )
     if not searching:
         return step, None
@@ -249,7 +258,7 @@ def _plan(step: StepInput, *, config: Config, record: PlanRecord | None) -> Sche
         plan = unpacked_plan(step.lengths, topology=step.topology, ids=step.ids)
         return known_schedule(plan, step=step, arrival=plan, seconds={}, origin=origin)
     arrival = record.plan
-    if config.packed:
+    if config.packed and not config.shares:
         arrival = plan_step(step.lengths, budget=step.budget, topology=step.topology, ids=step.ids)
     record.plan.check(step.lengths, config.budget)
     return known_schedule(

@@ -24,6 +24,7 @@ from olmo_rl.planning.packing import check_lengths, plan_step
 from olmo_rl.planning.schedule import Schedule, StepInput, known_schedule
 from olmo_rl.planning.searches.reference_search import search_from_reference_start, worse_metric
 from olmo_rl.planning.searches.starts import SearchProblem, SearchResult, no_worse, tolerated
+from olmo_rl.planning.trees import plan_trees
 from olmo_rl.types import ExpertLayout, Refusal, Topology
 
 
@@ -32,9 +33,14 @@ def schedule_step(step: StepInput) -> Schedule:
     if step.balance.kind is not BalanceKind.none:
         return padded_schedule(plan_batch(step), step=step)
     began = time.perf_counter()
-    plan = plan_step(
-        step.lengths, budget=step.budget, topology=step.topology, ids=step.ids, source=step.source
-    )
+    if step.sharing is not None:
+        plan = plan_trees(
+            step.sharing, budget=step.budget, topology=step.topology, ids=step.ids, source=step.source
+        )
+    else:
+        plan = plan_step(
+            step.lengths, budget=step.budget, topology=step.topology, ids=step.ids, source=step.source
+        )
     spent = {"start": time.perf_counter() - began, "search": 0.0, "verify": 0.0}
     return known_schedule(plan, step=step, arrival=plan, seconds=spent)
 

@@ -19,6 +19,7 @@ from olmo_rl.config import BalanceConfig
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import Bounds, Work, destination_loads, gap, lower_bounds, measure
 from olmo_rl.planning.pads import Pads, PadWork
+from olmo_rl.planning.sharing import Sharing
 from olmo_rl.types import ExpertLayout, PackPlan, Sample, Topology
 
 _NAMED = 8  # destinations that a mismatch names
@@ -31,7 +32,8 @@ class StepInput:
     `lengths` [N] tokens in order of arrival, N a multiple of the world size; `ids` seed a search; `loads`
     int32 [N, E, L], or None to plan by length alone; `seconds` overrides `balance.seconds`; `source` (a file)
     serves messages. `pads`: how rows are padded, None where they are not. Searches look at real tokens; the
-    work that is reported, and the cap on destinations, count pads.
+    work that is reported, and the cap on destinations, count pads. `sharing`: which rows the samples have in
+    common, None where every token is a row.
     """
 
     lengths: NDArray[np.int64]
@@ -43,6 +45,7 @@ class StepInput:
     seconds: float | None = None
     source: str | None = None
     pads: Pads | None = None
+    sharing: Sharing | None = None
 
     def work(self, plan: PackPlan) -> Work:
         """The exact work of `plan`, pads included."""

@@ -28,27 +28,44 @@ from olmo_rl.types import Sample
 # directly before those that go on. Big-endian, because keys are compared as bytes.
 _KEY = np.dtype([("token", ">u4"), ("experts", ">u8")])
 _SEED = 20_260_101  # of the hash of experts
+_RUN = 65_536  # rows that are hashed at a time
 
 
-def row_keys(sample: Sample, *, replayed: bool) -> NDArray[Any]:
-    """[T] keys of the rows of `sample`; `replayed`: its recorded routes count."""
-    keys = np.zeros(len(sample), dtype=_KEY)
-    keys["token"] = sample.tokens
+def row_keys(samples: Sequence[Sample], *, replayed: bool) -> list[NDArray[Any]]:
+    """[T] keys of the rows of every sample; `replayed`: recorded routes count."""
+    lengths = [len(sample) for sample in samples]
+    keys = np.zeros(sum(lengths), dtype=_KEY)
+    keys["token"] = np.concatenate([sample.tokens for sample in samples])
+    ends = np.cumsum(lengths)
     if replayed:
-        assert sample.routes is not None, "replay needs recorded routes"
-        keys["experts"][:-1] = _experts_hash(sample.routes)
-    return keys
+        recorded = np.ones(len(keys), dtype=bool)
+        recorded[ends - 1] = False
+        keys["experts"][recorded] = np.concatenate(_experts_hashes(samples))
+    return np.split(keys, ends[:-1])
 
 
-def _experts_hash(routes: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """[rows] from routes [rows, L, K]: the sum of one random number for every (layer, expert), never 0."""
-    rows, layers, _ = routes.shape
-    experts = int(routes.max()) + 1 if routes.size else 1
-    found = np.zeros(rows, dtype=np.uint64)
-    for layer in range(layers):
-        table = np.random.default_rng([_SEED, layer]).integers(0, 2**64, size=experts, dtype=np.uint64)
-        found += table[routes[:, layer]].sum(axis=1, dtype=np.uint64)
-    return np.maximum(found, np.uint64(1))
+def _experts_hashes(samples: Sequence[Sample]) -> list[NDArray[np.uint64]]:
+    """For runs of samples, the hashes of their recorded rows: the sum of one random number for every (layer,
+    expert), never 0.
+    """
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    assert len(routes) == len(samples), "replay needs recorded routes"
+    experts = 1 + max((int(part.max()) for part in routes if part.size), default=0)
+    tables = np.random.default_rng(_SEED).integers(
+        0, 2**64, size=(routes[0].shape[1], experts), dtype=np.uint64
+    )
+    hashes, run, rows = [], [], 0
+    for i, part in enumerate(routes):
+        run.append(part)
+        rows += len(part)
+        if rows >= _RUN or i + 1 == len(routes):
+            ids = np.concatenate(run)
+            found = np.zeros(len(ids), dtype=np.uint64)
+            for layer, table in enumerate(tables):
+                found += table[ids[:, layer]].sum(axis=1, dtype=np.uint64)
+            hashes.append(np.maximum(found, np.uint64(1)))
+            run, rows = [], 0
+    return hashes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,7 +85,7 @@ class Sharing:
 
 def find_sharing(samples: Sequence[Sample], *, replayed: bool) -> Sharing:
     """The sorted order of `samples` and what neighbours share; ties keep the order given."""
-    keys = [row_keys(sample, replayed=replayed) for sample in samples]
+    keys = row_keys(samples, replayed=replayed)
     order = sorted(range(len(samples)), key=lambda i: (samples[i].has_placeholders, keys[i].tobytes()))
     shared = np.zeros(len(samples), dtype=np.int64)
     for place in range(1, len(order)):

@@ -83,7 +83,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 class _Batch(NamedTuple):
     """Segments that share a call: their number, the rows of each, and the keys that each row may see."""
 
-    count: int
+    segments: int
     length: int
     keys: int
 
@@ -169,12 +169,12 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, context: PackContext, window: 
         k, v = k.index_select(0, keys), v.index_select(0, keys)
     elif order is not None:
         k, v = (_Permuted.apply(x, order, inverse) for x in (k, v))
-    queries = q.split([call.count * call.length for call in batches.calls])
-    seen = [x.split([call.count * call.keys for call in batches.calls]) for x in (k, v)]
+    queries = q.split([call.segments * call.length for call in batches.calls])
+    seen = [x.split([call.segments * call.keys for call in batches.calls]) for x in (k, v)]
     outputs = []
     for call, dq, dk, dv in zip(batches.calls, queries, *seen, strict=True):
-        dq = dq.unflatten(0, (call.count, call.length)).transpose(1, 2)
-        dk, dv = (x.unflatten(0, (call.count, call.keys)).transpose(1, 2) for x in (dk, dv))
+        dq = dq.unflatten(0, (call.segments, call.length)).transpose(1, 2)
+        dk, dv = (x.unflatten(0, (call.segments, call.keys)).transpose(1, 2) for x in (dk, dv))
         outputs.append(_causal(dq, dk, dv, window).transpose(1, 2).flatten(0, 1))
     out = torch.cat(outputs)
     return out if order is None else _Permuted.apply(out, inverse, order)

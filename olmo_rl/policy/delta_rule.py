@@ -41,7 +41,8 @@ def kda_recurrent(
     the final state of every document [D, H, K, V], in the inputs' dtype. `parents` [D]: the document whose
     final state each one starts from, -1 for zeros; None: all start from zeros.
     """
-    outputs, states = [], []
+    outputs: list[Tensor] = []
+    states: list[Tensor] = []
     for d, (start, stop) in enumerate(zip(boundaries, boundaries[1:], strict=False)):
         state = q.new_zeros(q.shape[1], q.shape[2], v.shape[2])
         if parents is not None and parents[d] >= 0:

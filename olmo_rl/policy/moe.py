@@ -215,15 +215,15 @@ def _shared_rows(context: PackContext) -> RoutedRows:
     ending: list[list[int]] = []  # ... for those that end in it
     for s, length in enumerate(forest.lengths):
         parts = [length - 1, 1] if s in cut else [length]
-        units = [len(lengths) + i for i in range(len(parts))]
+        numbers = [len(lengths) + i for i in range(len(parts))]
         lengths += parts
-        whole.append(units)
-        ending.append(units[:-1] if s in cut else units)
+        whole.append(numbers)
+        ending.append(numbers[:-1] if s in cut else numbers)
     pairs = [
-        (unit, document)
-        for document, leaf in enumerate(forest.leaves)
+        (number, sample)
+        for sample, leaf in enumerate(forest.leaves)
         for s in forest.path(leaf)
-        for unit in (ending if s == leaf else whole)[s]
+        for number in (ending if s == leaf else whole)[s]
     ]
     device = context.positions.device
     unit, document = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T.contiguous().to(device)

@@ -130,6 +130,32 @@ PACKING = (
         fix="choose packing.pad_id below model.vocab_size",
         when=lambda c: c.packing.pads and c.packing.pad_id >= c.model.vocab_size,
     ),
+    Rule(
+        keys="packing packing.pad_to_multiple_of packing.pad_to_budget",
+        refuses="rows that samples share are not padded",
+        fix="leave rows as they are, or choose packing=consecutive",
+        when=lambda c: c.shares and c.packing.pads,
+    ),
+    Rule(
+        keys="packing balance",
+        refuses="the planner adds up loads of samples, and shared rows do not add up",
+        fix="choose balance=none, or packing=consecutive",
+        when=lambda c: c.shares and c.balanced,
+        planning=True,
+    ),
+    Rule(
+        keys="packing recipe",
+        refuses="this recipe does not know rows that samples share",
+        fix="choose packing=consecutive",
+        when=lambda c: c.shares and c.recipe in (Recipe.sft, Recipe.plan),
+        planning=True,
+    ),
+    Rule(
+        keys="packing policy.compile",
+        refuses="rows that samples share run without compiled regions",
+        fix="set policy.compile=false, or choose packing=consecutive",
+        when=lambda c: c.shares and c.policy.compile,
+    ),
 )
 
 BALANCE = (

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from olmo_rl.backends import ATTENTION_BACKENDS, attention_fits, attention_of, linear_fits, linear_of
+from olmo_rl.backends import (
+    ATTENTION_BACKENDS,
+    LINEAR_BACKENDS,
+    attention_fits,
+    attention_of,
+    linear_fits,
+    linear_of,
+)
 from olmo_rl.config import Config, Dtype, LogprobKind, Recipe
 from olmo_rl.mixers import Family, families
 from olmo_rl.refusals.rule import Rule
@@ -24,7 +31,29 @@ def _crosses_documents(config: Config) -> bool:
     return config.packed and not ATTENTION_BACKENDS[attention_of(config)].documents
 
 
+def _attention_of_shared_rows(config: Config) -> bool:
+    row = ATTENTION_BACKENDS[attention_of(config)]
+    return config.shares and Family.softmax in families(config.model) and row.documents and not row.branches
+
+
+def _linear_of_shared_rows(config: Config) -> bool:
+    used = Family.linear in families(config.model)
+    return config.shares and used and not LINEAR_BACKENDS[linear_of(config)].branches
+
+
 COMPUTING = (
+    Rule(
+        keys="policy.attention packing",
+        refuses="no rows that samples share under this attention: it knows documents side by side alone",
+        fix="choose policy.attention=reference, or packing=consecutive",
+        when=_attention_of_shared_rows,
+    ),
+    Rule(
+        keys="policy.linear_attention packing",
+        refuses="no rows that samples share under this backend: it knows documents side by side alone",
+        fix="choose policy.linear_attention=reference, or packing=consecutive",
+        when=_linear_of_shared_rows,
+    ),
     Rule(
         keys="policy.attention packing",
         refuses="this attention does not honour document boundaries: packed samples would see each other",

@@ -28,6 +28,11 @@ def metrics_of(result: StepResult) -> dict[str, float]:
         **{f"time/{phase}_s": seconds for phase, seconds in result.phases.items()},
         "memory/peak_allocated_gib": peak_memory_gib(),
     }
+    if result.step.plan is not None and result.step.plan.rows is not None:
+        metrics |= {
+            "throughput/rows_per_second": sums["count/padded_tokens"] / result.seconds,
+            "packing/unshared_routes": sums["count/unshared_routes"],
+        }
     if "sum/gap" in sums:
         metrics |= {
             "mismatch/mean": totals.mean_gap,
@@ -92,14 +97,15 @@ def warn_of_mismatch(result: StepResult, *, update: int) -> None:
 
 def _packing(step: Step) -> dict[str, Any]:
     real = [pack.real_tokens for pack in step.packs]
+    filled = real if step.plan is None or step.plan.rows is None else [pack.num_rows for pack in step.packs]
     return {
         "samples": sum(len(pack.ids) for pack in step.packs),
         "packs": len(step.packs),
         "real_tokens": sum(real),
-        "padded_tokens": sum(len(pack) for pack in step.packs),
-        "max_pack_tokens": max(real),
+        "padded_tokens": sum(pack.num_rows for pack in step.packs),
+        "max_pack_tokens": max(filled),
         "token_budget": step.budget,
-        "fill": sum(real) / (len(step.packs) * step.budget),
+        "fill": sum(filled) / (len(step.packs) * step.budget),
         "samples_per_pack": [len(pack.ids) for pack in step.packs],
         "sample_ids": [list(pack.ids) for pack in step.packs],
         "plan": "planned" if step.schedule is None else step.schedule.origin,
