@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from olmo_rl.config import Config
+from olmo_rl.config import Config, Recipe
 from olmo_rl.run_directory import (
     MANIFEST,
     checkpoint_directory,
@@ -38,8 +38,10 @@ def settled(config: Config) -> Config:
     """
     if config.ckpt_path is None:
         return config
-    if not config.trains:  # recipe=rollout, which continues after the collections that exist
-        return replace(config, ckpt_path=None)
+    if config.recipe is Recipe.export:  # it keeps what an earlier attempt wrote
+        return config
+    if not config.trains:  # recipe=rollout continues after the collections that exist, others start again
+        return replace(config, ckpt_path=None, overwrite=config.recipe is not Recipe.rollout)
     if config.ckpt_path == "auto":
         if not complete_checkpoints(config.run_dir):
             return replace(config, ckpt_path=None, overwrite=True)

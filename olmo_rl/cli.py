@@ -8,7 +8,7 @@ only ranks import Lightning.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import signal
@@ -84,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     if typos := explain_typos(added, groups=groups):
         _say(typos)
         return FAILED
-    if "hydra/launcher=slurm" in flags.overrides and importlib.util.find_spec("submitit") is None:
+    if "hydra/launcher=slurm" in flags.overrides and not _register_slurm():
         _say(["refused, one reason:", "  hydra/launcher=slurm needs submitit: pip install -e '.[slurm]'"])
         return REFUSED
     if stray := _stray_run_names(flags.overrides):
@@ -281,6 +281,19 @@ def gather_lines(reasons: Sequence[str]) -> list[str]:
             shown = ", ".join(numbers[:3])
             result.append(f"{before}, lines {shown} and {len(numbers) - 3} more{after}")
     return result
+
+
+def _register_slurm() -> bool:
+    """Make hydra/launcher=slurm known to Hydra, which does not find it in an editable installation; False
+    where a package is missing.
+    """
+    from hydra.core.plugins import Plugins
+
+    launcher = getattr(importlib.import_module("hydra_plugins.olmo_rl_slurm"), "SlurmSweep", None)
+    if launcher is None:
+        return False
+    Plugins.instance().register(launcher)
+    return True
 
 
 def _rank() -> int:

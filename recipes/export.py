@@ -13,10 +13,15 @@ from olmo_rl.hf.writing import export_run, written_dtype
 
 
 def run(config: Config) -> None:
-    """Export `init_from` to `export.path`, tensor by tensor."""
+    """Export `init_from` to `export.path`, tensor by tensor. A directory that an earlier attempt of a
+    requeued job wrote (ckpt_path=auto) is complete, and stays.
+    """
     assert config.init_from is not None, "refusals require init_from"
     options = config.export
     directory = Path(config.run_dir) / "hf" if options.path is None else Path(options.path)
+    if config.ckpt_path == "auto" and directory.is_dir():
+        print(f"{directory}: complete, from an earlier attempt")
+        return
     kind = export_run(
         config.init_from,
         model=config.model,

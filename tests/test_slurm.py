@@ -345,3 +345,19 @@ def test_preflight_checks_two_nodes(cluster: Cluster, site: Path) -> None:
     log = site / f"preflight-{job}.log"
     assert cluster.ended(job)["ExitCode"] == "2:0", log.read_text()
     assert log.read_text().count("GiB are free under outputs") == 2
+
+
+def test_a_requeued_rollout_goes_on_after_its_collections(cluster: Cluster, site: Path) -> None:
+    script, options = ROOT / "launch" / "slurm.sbatch", (*RESOURCES, "--job-name=rollout")
+    arguments = ("recipe=rollout", "run_name=rollout", "rollouts.collections=200")
+    job = cluster.submit(script, *RUN, *arguments, place=site, options=options)
+    rollouts, log = site / "outputs" / "rollout" / "rollouts", site / f"rollout-{job}.log"
+    first = rollouts / "collection-00001.parquet"
+    cluster.until(first.exists, "the second collection")
+    cluster.run("scancel", "--signal=USR1", job)
+    cluster.until(lambda: int(cluster.job(job)["Restarts"]) > 0, "the requeue")
+    written, there = first.stat().st_mtime_ns, len(list(rollouts.glob("*.parquet")))
+    assert there < 200, "the job was requeued in the middle"
+    assert cluster.ended(job, restarts=1)["ExitCode"] == "0:0", log.read_text()
+    assert len(list(rollouts.glob("*.parquet"))) == 200
+    assert first.stat().st_mtime_ns == written

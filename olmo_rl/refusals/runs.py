@@ -42,10 +42,10 @@ def _absent(config: Config, key: str) -> bool:
 
 
 def _continues(config: Config) -> bool:
-    """Whether this command goes on where an earlier one of the same directory stopped."""
-    if config.recipe is Recipe.rollout:
-        return config.ckpt_path == "auto"
-    return config.trains and config.ckpt_path in WORDS
+    """Whether this command goes on where an earlier one of the same directory stopped, or starts that one
+    again: every recipe does, given `auto`, which a requeued job is.
+    """
+    return config.ckpt_path == "auto" or (config.trains and config.ckpt_path in WORDS)
 
 
 def _best_is_absent(config: Config) -> bool:
@@ -208,7 +208,7 @@ RUN = (
     Rule(
         keys="ckpt_path recipe",
         refuses="only train and sft resume",
-        fix="name the weights with init_from, or give recipe=rollout ckpt_path=auto to continue collections",
+        fix="name the weights with init_from; ckpt_path=auto starts again, and continues recipe=rollout",
         when=lambda c: c.ckpt_path is not None and not c.trains and not _continues(c),
     ),
     Rule(
@@ -251,6 +251,6 @@ RUN = (
         keys="export.path",
         refuses="it exists already, and an export never replaces anything (read from disk)",
         fix="choose another directory, or remove that one",
-        when=lambda c: c.export.path is not None and Path(c.export.path).exists(),
+        when=lambda c: c.export.path is not None and Path(c.export.path).exists() and c.ckpt_path != "auto",
     ),
 )
