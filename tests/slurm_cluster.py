@@ -21,6 +21,7 @@ from pathlib import Path
 from bounds import BOUND_SECONDS
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+LIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")  # states of a job that may go on
 NODES = ("127.0.0.1", "127.0.0.2")
 CONFIGURATION = """
 ClusterName=tests
@@ -122,7 +123,7 @@ class Cluster:
 
         def over() -> bool:
             known = self.job(job)
-            if known["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"):
+            if known["JobState"] in LIVE:
                 return False
             return restarts is None or int(known["Restarts"]) >= restarts
 

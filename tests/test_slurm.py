@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from bounds import BOUND_SECONDS
-from slurm_cluster import Cluster, missing_programs
+from slurm_cluster import LIVE, Cluster, missing_programs
 
 from benchmarks.check_resume import contents, different, rows_of
 from olmo_rl.run_directory import checkpoint_path, complete_checkpoints
@@ -361,3 +364,64 @@ def test_a_requeued_rollout_goes_on_after_its_collections(cluster: Cluster, site
     assert cluster.ended(job, restarts=1)["ExitCode"] == "0:0", log.read_text()
     assert len(list(rollouts.glob("*.parquet"))) == 200
     assert first.stat().st_mtime_ns == written
+
+
+def strike(run: Run, job: str, *, chance: random.Random) -> str:
+    """One blow to a job at a moment of chance; its name."""
+    cluster = run.cluster
+    time.sleep(chance.uniform(0, 12))
+    how = chance.choice(("USR1", "requeue", "scancel", "kill rank", "kill launcher", "TERM"))
+    commands = {
+        "USR1": ("scancel", "--signal=USR1"),
+        "TERM": ("scancel", "--signal=TERM"),
+        "requeue": ("scontrol", "requeue"),
+        "scancel": ("scancel",),
+    }
+    match how:
+        case "USR1" | "TERM" | "requeue" | "scancel":
+            with suppress(AssertionError):  # refused by SLURM: the job waits, or has ended
+                cluster.run(*commands[how], job)
+        case "kill rank" | "kill launcher":
+            program = "python" if how == "kill rank" else "srun"
+            found = processes_of(job, program=program, conf=cluster.environ["SLURM_CONF"])
+            for pid in found[: chance.choice((1, 2))]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    return how
+
+
+def processes_of(job: str, *, program: str, conf: str) -> list[int]:
+    """Processes of a job of this cluster that run a program of this name."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            environ = (path / "environ").read_bytes().split(b"\0")
+            mine = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_CONF={conf}".encode()} <= {*environ}
+            command = (path / "cmdline").read_bytes().partition(b"\0")[0].decode()
+            if mine and Path(command).name.startswith(program):
+                found.append(int(path.name))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("seed", [int(seed) for seed in os.environ.get("CHAOS_SEEDS", "0").split(",")])
+def test_a_run_that_is_struck_at_random_ends_like_one_that_is_not(
+    make_run: Callable[[str], Run], cluster: Cluster, straight: Path, seed: int
+) -> None:
+    """Three blows at random moments; a job that is out of the queue is submitted again. Other seeds:
+    `CHAOS_SEEDS=1,2,3 make test-services ARGS='-k random'`.
+    """
+    chance, run, blows = random.Random(seed), make_run(f"chaos-{seed}"), []
+    job = run.submit()
+    while True:
+        if len(blows) < 3:
+            blows.append(strike(run, job, chance=chance))
+        else:
+            after = cluster.ended(job)
+            if after["ExitCode"] == "0:0" and after["JobState"] == "COMPLETED":
+                break
+            blows.append("again")
+            assert len(blows) < 8, run.log(job)
+        if cluster.job(job)["JobState"] not in LIVE:
+            job = run.submit("ckpt_path=auto")
+    print(f"seed {seed}: {', '.join(blows)}; restarts of the last job {cluster.job(job)['Restarts']}")
+    run.assert_equal(straight)
