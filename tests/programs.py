@@ -5,6 +5,8 @@
 in each of four. A program is a process that the server forks: it imports the modules of its steps and loads
 the planner's kernels before it forks ranks, so that no rank imports or compiles while another waits for it.
 
+warm_python.py uses the same server to start Python commands.
+
 What forks has one thread: threads would leave their locks behind. `ENVIRONMENT` keeps libraries from starting
 threads when they are imported.
 """
@@ -12,6 +14,7 @@ threads when they are imported.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import functools
 import importlib
@@ -20,13 +23,20 @@ import os
 import pkgutil
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+TESTS = Path(__file__).parent
 # Nothing of olmo_rl: programs of mutants.py import it from copies.
 SLOW = (
+    "hydra",
     "lightning.pytorch",
     "matplotlib.figure",
     "numba",
@@ -34,6 +44,7 @@ SLOW = (
     "omegaconf",
     "pyarrow.parquet",
     "pytest",
+    "safetensors.torch",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.multiprocessing",
@@ -44,8 +55,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
-    "PYTHONPATH": str(Path(__file__).parents[1]),
 }
+LARGEST_REQUEST = 2**17  # bytes
 
 
 def run_program(directory: Path, *steps: str) -> str:
@@ -53,34 +64,55 @@ def run_program(directory: Path, *steps: str) -> str:
     is an AssertionError with all output: Python's own traceback, or the stacks of all threads at the signal.
     """
     output = directory.with_name(f"{directory.name}.output")
-    request = {"directory": str(directory), "output": str(output), "steps": steps}
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    try:
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        code = int(server.stdout.readline())
-    except BaseException:  # the test's time limit, Ctrl-C: nothing goes on without us
-        os.killpg(server.pid, signal.SIGKILL)
-        _server.cache_clear()
-        raise
+    code = server().ask({"directory": str(directory), "output": str(output), "steps": steps})
     printed = output.read_text()
     assert code == 0, f"{printed[-12000:]}\n{' '.join(steps)} ended with {code}{_cores(directory)}"
     return printed
 
 
+@dataclass(kw_only=True, eq=False)
+class Server:
+    """The process that forks. It ends when this process closes its socket."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, request: dict[str, Any], *, fds: Sequence[int] = ()) -> int:
+        """Send a request with file descriptors, and wait for its answer."""
+        try:
+            with self.lock:
+                socket.send_fds(self.socket, [json.dumps(request).encode()], fds)
+                answer = self.socket.recv(LARGEST_REQUEST)
+        except BaseException:  # the test's time limit, Ctrl-C: nothing goes on without us
+            os.killpg(self.process.pid, signal.SIGKILL)
+            server.cache_clear()
+            raise
+        assert answer, "the server of programs.py ended"
+        return int(answer)
+
+
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    """The server ends when this process closes its pipe."""
-    command = [sys.executable, str(Path(__file__))]
-    pipe = subprocess.PIPE
-    environment = {**os.environ, **ENVIRONMENT}
-    server = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True
-    )
-    atexit.register(server.communicate)
-    return server
+def server() -> Server:
+    """Start the server. Processes that it forks twice become children of this process."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | ENVIRONMENT,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    started = Server(process=process, socket=ours)
+    atexit.register(_stop, started)
+    return started
+
+
+def _stop(started: Server) -> None:
+    started.socket.close()
+    started.process.wait()
 
 
 def _cores(directory: Path) -> str:
@@ -91,16 +123,55 @@ def _cores(directory: Path) -> str:
     return f"; cores: {found or 'none here'} (core_pattern: {named})"
 
 
-def serve() -> None:
-    """Fork one program a line of stdin, and answer with its exit code."""
+def serve(control: socket.socket) -> None:
+    """Fork one program a request, and answer with its exit code, or a command, and answer with its pid."""
+    import warm_python
+
     for name in SLOW:
         importlib.import_module(name)
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            _run(**json.loads(line))
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    warm_python.kept_open |= warm_python.open_files() - {control.fileno()}
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, LARGEST_REQUEST, 64)
+        if not message:
+            return
+        request = json.loads(message)
+        if "command" in request:
+            answer = _start_command(request, fds=fds, control=control)
+        else:
+            answer = _wait_for_program(request)
+        control.send(str(answer).encode())
+
+
+def _wait_for_program(request: dict[str, Any]) -> int:
+    child = os.fork()
+    if child == 0:
+        sys.path.insert(0, str(TESTS.parent))
+        _run(**request)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _start_command(request: dict[str, Any], *, fds: Sequence[int], control: socket.socket) -> int:
+    """Fork twice, so that the command becomes a child of whoever asked."""
+    import warm_python
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        between = os.getpid()
+        command = os.fork()
+        if command:
+            os.write(writing, str(command).encode())
+            os._exit(0)
+        warm_python.wait_for_other_parent(between)
+        warm_python.become(request["command"], files=dict(zip(request["targets"], fds, strict=True)))
+    os.waitpid(child, 0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        pid = int(pipe.read())
+    for number in fds:
+        os.close(number)
+    return pid
 
 
 def _run(*, directory: str, output: str, steps: list[str]) -> None:
@@ -153,4 +224,4 @@ def _call(number: int, function: object, ranks: int, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -23,7 +23,6 @@ from olmo_rl.running import heartbeat
 from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
 from olmo_rl.running.rank_process import threads_per_rank
 from olmo_rl.running.ranks import run_ranks
-from olmo_rl.training.strategy import cluster_environment
 from olmo_rl.types import Interrupted, RankFailed, Refusal
 
 
@@ -100,6 +99,8 @@ def test_two_jobs_in_sequence_reach_every_rank_and_leave_the_environment_as_it_w
 
 
 def refuse_within_a_group(config: Config) -> None:
+    from olmo_rl.training.strategy import cluster_environment  # imports Lightning, which other ranks need not
+
     sum_ranks(config)
     environment = cluster_environment()
     assert environment.creates_processes_externally
