@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from bounds import BOUND_SECONDS
-from distributed_cases import Watch, digest, full
-from gloo_world import joined
+from distributed_cases import Watch, digest
+from gloo_world import full, joined
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
@@ -103,11 +103,13 @@ class Adam:
             return
         assert self.watch.decoder is not None
         self.states.append(
-            {
-                f"{name}/{moment}": full(optimizer.state[parameter][moment])
-                for name, parameter in self.watch.decoder.named_parameters()
-                for moment in ("exp_avg", "exp_avg_sq")
-            }
+            full(
+                {
+                    f"{name}/{moment}": optimizer.state[parameter][moment]
+                    for name, parameter in self.watch.decoder.named_parameters()
+                    for moment in ("exp_avg", "exp_avg_sq")
+                }
+            )
         )
 
 
@@ -239,7 +241,7 @@ def run_rank(number: int, world: int, directory: str) -> None:
                 found |= {
                     "gradients": watch.gradients,
                     "adam": adam.states,
-                    "weights": digest({n: full(p) for n, p in watch.decoder.named_parameters()}),
+                    "weights": digest(full(dict(watch.decoder.named_parameters()))),
                     "events": events(config, rank=number),
                     "rows": rows(config) if number == 0 else [],
                 }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from warm_python import forked_commands
 
 # Before torch is imported, here and in every process that a test starts: two cores, several processes. What
 # inductor compiles is kept between runs; numba's kernels are kept beside their sources.
@@ -50,6 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order files, and keep the order of tests within each."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """Python commands of one file, and the ranks that they or the tests start, fork instead of importing."""
+    with forked_commands():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from bounds import BOUND_SECONDS
-from gloo_world import joined
+from gloo_world import full, joined
 from routed_fixture import FIXTURE_BUDGET, FIXTURE_MODEL, fixture_samples
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_cases import MODEL, config_of, masked, samples_of, write_files
@@ -104,14 +103,9 @@ class Watch:
         if optimizer.param_groups[0]["lr"] == 0:
             return  # saving and loading step once at rate 0, to create the optimizer's state
         assert self.decoder is not None
-        self.gradients.append({n: full(p.grad) for n, p in self.decoder.named_parameters()})
+        self.gradients.append(full({n: p.grad for n, p in self.decoder.named_parameters()}))
         if len(self.gradients) == self.terminate_at:
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:
@@ -173,8 +167,7 @@ class Rank:
                 for sample in read_collection(path, require_routes=True).samples
             ]
         if self.watch.decoder is not None:
-            parameters = self.watch.decoder.named_parameters()
-            found["weights"] = digest({name: full(p) for name, p in parameters})
+            found["weights"] = digest(full(dict(self.watch.decoder.named_parameters())))
         self.results[name] = found
 
 
@@ -387,7 +380,7 @@ def publish(rank: Rank, *, name: str, block_norms: BlockNorms) -> None:
     data = RolloutDataModule(config, source=FileSource(config))
     trainer = build_trainer(config, strategy=strategy, max_steps=2, callbacks=[], loggers=[])
     trainer.fit(module, datamodule=data)
-    held = digest({name: full(parameter) for name, parameter in module.policy.named_parameters()})
+    held = digest(full(dict(module.policy.named_parameters())))
     kept = sorted(path.name for path in (Path(config.run_dir) / "published").iterdir())
     dist.barrier()  # rank 0 writes the next
     engines.full, refused = True, ""

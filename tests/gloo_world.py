@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from bounds import BOUND_SECONDS
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.planners import compile_kernels
@@ -42,3 +45,35 @@ def joined(number: int, *, world: int, directory: str) -> Iterator[None]:
     yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the whole tensors, of which each rank has shards. A collective of all ranks: one, where
+    `full_tensor` would need two for each tensor. What a rank has of a tensor, it keeps.
+    """
+    mine = {name: _piece(tensor) for name, tensor in tensors.items()}
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return {name: local for name, (_, local) in mine.items()}
+    everyone: list[dict[str, tuple[tuple[int, ...], Tensor]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return {name: _assembled(name, tensor, everyone=everyone) for name, tensor in tensors.items()}
+
+
+def _piece(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """This rank's part of a tensor, and where it begins."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tensor.detach().clone()
+    _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(begin), tensor.to_local().detach().clone()
+
+
+def _assembled(
+    name: str, tensor: Tensor, *, everyone: list[dict[str, tuple[tuple[int, ...], Tensor]]]
+) -> Tensor:
+    own = dist.get_rank()
+    ranks = tensor.device_mesh.mesh.flatten().tolist() if isinstance(tensor, DTensor) else [own]
+    whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
+    for rank in (*(rank for rank in ranks if rank != own), own):
+        begin, part = everyone[rank][name]
+        whole[tuple(slice(b, b + n) for b, n in zip(begin, part.shape, strict=True))] = part
+    return whole

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bounds import BOUND_SECONDS
-from gloo_world import joined
+from gloo_world import full, joined
 from lightning.pytorch import Callback, Trainer
 from model_cases import tiny_config
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from olmo_rl.collections.datamodule import RolloutDataModule
@@ -232,11 +231,6 @@ def files_of(directory: Path, files: Files, *, world: int) -> Path:
 # One run
 
 
-def full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
-
-
 @dataclass(eq=False)
 class Recorder(Callback):
     """Inputs of each update: full gradients as the optimizer sees them, sums over ranks, received rows."""
@@ -259,9 +253,9 @@ class Recorder(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        parameters = pl_module.policy.named_parameters()
-        assert all(p.grad is not None for p in pl_module.policy.parameters()), "zeros, not None"
-        self.gradients.append({name: full(p.grad) for name, p in parameters})
+        gradients = {name: p.grad for name, p in pl_module.policy.named_parameters()}
+        assert all(gradient is not None for gradient in gradients.values()), "zeros, not None"
+        self.gradients.append(full(gradients))
 
     @override
     def on_train_batch_end(
@@ -317,11 +311,13 @@ def run_cell(cell: Cell, *, directory: Path) -> dict[str, Any]:
     trainer = build_trainer(config, strategy=strategy, max_steps=UPDATES, callbacks=[recorder], loggers=[])
     trainer.fit(module, datamodule=RolloutDataModule(config, source=FileSource(config)))
     state = trainer.optimizers[0].state
-    moments = {
-        f"{name} {moment}": full(state[parameter][moment])
-        for name, parameter in module.policy.named_parameters()
-        for moment in ("exp_avg", "exp_avg_sq")
-    }
+    moments = full(
+        {
+            f"{name} {moment}": state[parameter][moment]
+            for name, parameter in module.policy.named_parameters()
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+    )
     found: dict[str, Any] = {"updates": recorder.updates, "received": recorder.received}
     found["digest"] = digest(*recorder.gradients, moments)
     if strategy.global_rank == 0:

@@ -96,8 +96,10 @@ class Server:
 def server() -> Server:
     """Start the server. Processes that it forks twice become children of this process."""
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    from warm_python import started_commands
+
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
+    with theirs, started_commands():
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__)), str(theirs.fileno())],
             stdin=subprocess.DEVNULL,

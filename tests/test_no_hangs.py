@@ -37,6 +37,8 @@ from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import RankFailed, Refusal
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TIMEOUT_SECONDS = 4 * BOUND_SECONDS  # how long a collective would hang
 RANKS = 2
 

@@ -1,7 +1,8 @@
 """Commands as users type them, in an empty directory, with small batches.
 
 What needs several ranks or a signal runs as `python train.py ...`; the rest calls the same command line in
-this process, which imports torch and Lightning once. One directory of rollouts serves many tests.
+this process, which imports torch and Lightning once. One directory of rollouts serves many tests. Two ranks
+train in interpreters of their own (`trained`); other commands and their ranks are forked (warm_python.py).
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from bounds import BOUND_SECONDS
 from composing import ROOT
 from launched import train_on_two_ranks
 from omegaconf import OmegaConf
+from warm_python import started_commands
 
 from olmo_rl.cli import run as run_command
 from olmo_rl.data.files import collection_paths, read_collection
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.types import Sample
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 PACKED = "+experiment=packed_moe"
 COLD = "warm_start.steps=0"
@@ -145,7 +149,8 @@ def rolled(place: Path) -> Ended:
 @pytest.fixture(scope="module")
 def trained(rolled: Ended, place: Path) -> Ended:
     arguments = ("run_name=t", "trainer.max_steps=2", COLD, "batch.samples_per_step=64")
-    return python_train(PACKED, *arguments, *FILES, place=place, program=LISTING)
+    with started_commands():
+        return python_train(PACKED, *arguments, *FILES, place=place, program=LISTING)
 
 
 def samples(place: Path) -> list[list[Sample]]:

@@ -21,6 +21,8 @@ from bounds import BOUND_SECONDS
 
 from olmo_rl.running.metrics_csv import read_metrics
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[1]
 SAMPLES = 16
 
@@ -57,7 +59,7 @@ def wait_until(true: Callable[[], bool], *, process: subprocess.Popen[bytes]) ->
     while not true():
         assert process.poll() is None, f"training ended with {process.returncode}"
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.1)
 
 
 def events(run_dir: Path, name: str, *, rank: int = 0) -> list[dict[str, Any]]:

@@ -26,6 +26,8 @@ from olmo_rl.run_directory import finish_checkpoint
 from olmo_rl.types import Collection, Refusal, Sample
 from recipes import validate
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TRIO = ("policy.attention=torch", "packing.max_tokens=8", "trainer.devices=3")
 
 

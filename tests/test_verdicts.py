@@ -24,6 +24,8 @@ from olmo_rl.running.reward_picture import draw_reward
 from olmo_rl.tasks.problems import is_held_out
 from olmo_rl.training.measures import StepTotals
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 HERE = __name__
 RUN = (
     *("+experiment=packed_moe", "model=hybrid_tiny", "task=jsonl", "task.path=p.jsonl", "warm_start.steps=0"),

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from distributed_cases import TWELVE, Rank, Watch, full
-from gloo_world import joined
+from distributed_cases import TWELVE, Rank, Watch
+from gloo_world import full, joined
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training_cases import MODEL, samples_of, write_files
@@ -96,7 +96,7 @@ def run_rank(number: int, world: int, directory: str) -> None:
         with register_module_forward_hook(watch.on_forward), register_optimizer_step_pre_hook(watch.on_step):
             cases(rank)
         if watch.decoder is not None:
-            rank.results["full"] = {name: full(p) for name, p in watch.decoder.named_parameters()}
+            rank.results["full"] = full(dict(watch.decoder.named_parameters()))
         torch.save(rank.results, Path(directory) / f"world{world}-rank{number}.pt")
 
 

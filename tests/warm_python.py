@@ -6,7 +6,7 @@ working directory, files, search path and signal handlers. It runs the same code
 or end by a signal are those of an interpreter. What differs is that torch, Lightning and other libraries are
 imported already. test_processes.py, test_launch.py and parts of other files start real interpreters.
 
-A forked command starts others in the same way, as a supervisor does with its ranks, while it has one thread.
+A forked command starts others in the same way, as a supervisor does with its ranks, while it has no threads of libraries.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +42,17 @@ def forked_commands() -> Iterator[None]:
         subprocess._fork_exec = start_really  # type: ignore[attr-defined]
 
 
+@contextmanager
+def started_commands() -> Iterator[None]:
+    """Let `subprocess` start interpreters, within `forked_commands()` too."""
+    before = subprocess._fork_exec  # type: ignore[attr-defined]
+    subprocess._fork_exec = start_really  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        subprocess._fork_exec = before  # type: ignore[attr-defined]
+
+
 def start(
     arguments: Sequence[str | bytes],
     executables: Sequence[bytes],
@@ -55,7 +67,7 @@ def start(
     session, group = rest[9:11]
     texts = [os.fsdecode(argument) for argument in arguments]
     is_code = texts[0] == sys.executable and texts[1:2] and (texts[1] == "-c" or not texts[1].startswith("-"))
-    if not is_code or (_forked and _threads() > 1):
+    if not is_code or (_forked and _native_threads()):
         return int(start_really(arguments, executables, close_others, keep, directory, environment, *rest))
     entries = [f"{k}={v}".encode() for k, v in os.environ.items()] if environment is None else environment
     command = {
@@ -81,11 +93,7 @@ def start(
 def _server() -> Any:
     import programs
 
-    subprocess._fork_exec = start_really  # type: ignore[attr-defined]
-    try:
-        return programs.server()
-    finally:
-        subprocess._fork_exec = start  # type: ignore[attr-defined]
+    return programs.server()
 
 
 def wait_for_other_parent(parent: int) -> None:
@@ -140,8 +148,9 @@ def open_files() -> set[int]:
     return {int(name) for name in listed if os.path.exists(f"/proc/self/fd/{name}")}
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _native_threads() -> int:
+    """Threads that Python does not know: they may hold locks of libraries. Python's own wait while we fork."""
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
 def _run(arguments: Sequence[str]) -> int:
