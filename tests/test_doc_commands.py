@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bounds import BOUND_SECONDS
 from composing import compose
 from documents import PAGES, ROOT, Block, blocks
 
@@ -91,7 +92,7 @@ def check(words: list[str], *, mark: str | None, steps: dict[str, int], session:
         case "python" if arguments[0] == "-m":
             assert arguments[1] == "venv" or importlib.util.find_spec(arguments[1]) is not None, line
         case "python":
-            subprocess.run([sys.executable, *arguments], cwd=session, check=True, timeout=60)
+            subprocess.run([sys.executable, *arguments], cwd=session, check=True, timeout=BOUND_SECONDS)
         case "torchrun.sh" | "preflight.sh" | "sbatch":
             script = next(word for word in words if word.startswith("launch/"))
             assert (ROOT / script).is_file(), line

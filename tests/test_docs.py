@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bounds import BOUND_SECONDS
 from documents import PAGES, ROOT
 
 from olmo_rl.reference import pages
@@ -50,7 +51,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     for name, text in pages().items():
         (tmp_path / "build" / "docs" / "reference" / name).write_text(text)
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
-    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=BOUND_SECONDS)
     assert built.returncode == 0, built.stdout + built.stderr
     html = list((tmp_path / "build" / "site").rglob("*.html"))
     assert len(html) > len(PAGE_NAMES) - 2

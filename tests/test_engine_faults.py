@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from bounds import BOUND_SECONDS
 from engine_cases import StandIn, client_of, listening, local_engine, server_of, weights_of
 from engine_lies import answer_of
 
@@ -30,7 +31,7 @@ def post(url: str, payload: bytes, *, path: str = "/v1/completions", token: str 
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url + path, data=payload, headers=headers)
     try:
-        return int(urllib.request.urlopen(request, timeout=60).status)
+        return int(urllib.request.urlopen(request, timeout=BOUND_SECONDS).status)
     except urllib.error.HTTPError as error:
         return error.code
 
@@ -80,11 +81,11 @@ def test_responses_that_our_publication_aborts_are_asked_again_and_use_up_no_att
     ):
         remote.publish("step-1", 1)
         future = remote.start(ONE, max_new_tokens=4, stop_token=None, temperature=1.0, top_p=1.0, seed=0)
-        assert asked.wait(60)
+        assert asked.wait(BOUND_SECONDS)
         remote.hold()
         paused.set()
         remote.publish("step-2", 2)
-        (answer,) = future.result(60)
+        (answer,) = future.result(BOUND_SECONDS)
         assert answer is not None
         assert remote.engines[0].faults.total() == 0
         assert [path for path, _ in engine.calls[:4]] == [
@@ -189,7 +190,7 @@ def test_a_dripping_answer_ends_at_the_deadline_of_the_whole_request(path: str) 
         began = time.monotonic()
         with pytest.raises(Exception, match="no complete answer within 1 s"):
             remote._call(ask())
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < BOUND_SECONDS
     stop.set()
     listener.close()
 
@@ -248,34 +249,38 @@ def test_an_exception_in_a_batch_is_answered_with_500_and_a_dead_loop_is_unhealt
         assert post(url, b'{"prompt":[1],"max_tokens":1}') == 500
         server.engine.generate = generate  # type: ignore[method-assign]
         assert post(url, b'{"prompt":[1],"max_tokens":1}') == 200
-        assert urllib.request.urlopen(f"{url}/health", timeout=60).status == 200
+        assert urllib.request.urlopen(f"{url}/health", timeout=BOUND_SECONDS).status == 200
         server._queue.put_nowait(None)  # type: ignore[arg-type]
         assert post(url, b'{"prompt":[1],"max_tokens":1}') in (500, 503)
-        assert ended.wait(60)
+        assert ended.wait(BOUND_SECONDS)
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"{url}/health", timeout=60)
+            urllib.request.urlopen(f"{url}/health", timeout=BOUND_SECONDS)
 
 
-def test_what_a_departed_client_asked_for_ends_within_two_seconds() -> None:
+def test_what_a_departed_client_asked_for_ends_long_before_its_last_token() -> None:
     engine = local_engine(seed=2)
     server = server_of(engine)
-    step = engine._model.step
-    engine._model.step = lambda *a, **k: (time.sleep(0.3), step(*a, **k))[1]  # type: ignore[method-assign]
+    step, steps = engine._model.step, [0]
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        steps[0] += 1
+        time.sleep(0.3)
+        return step(*args, **kwargs)
+
+    engine._model.step = slow  # type: ignore[method-assign]
     with listening(server.application()) as url:
-        body = b'{"prompt":[1],"max_tokens":30,"ignore_eos":true}'
+        body = b'{"prompt":[1],"max_tokens":60,"ignore_eos":true}'
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + BOUND_SECONDS
             while not server.under_way:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-        began = time.monotonic()
         assert post(url, b'{"prompt":[1],"max_tokens":1}') == 200
-        print(f"the next request was answered after {time.monotonic() - began:.1f} s of 9")
         assert not server.under_way
-        assert time.monotonic() - began < 6, "30 steps of 0.3 s are 9 s"
+        assert steps[0] < 50, "of 60 that it asked for and one of the next request"
 
 
 def test_a_token_guards_every_route_but_health_and_the_client_sends_its_own() -> None:
@@ -283,7 +288,7 @@ def test_a_token_guards_every_route_but_health_and_the_client_sends_its_own() ->
     with listening(server.application()) as url:
         assert post(url, b'{"prompt":[1]}') == 401
         assert post(url, b"", path="/pause?mode=keep", token="wrong") == 401
-        assert urllib.request.urlopen(f"{url}/health", timeout=60).status == 200
+        assert urllib.request.urlopen(f"{url}/health", timeout=BOUND_SECONDS).status == 200
         with client_of(url, token="secret") as remote:
             remote.publish("a", 1)
             assert remote.generate(ONE, max_new_tokens=2, seed=0) != [None]
@@ -300,4 +305,4 @@ def test_the_latest_cause_is_shown_and_it_is_the_deepest() -> None:
             future = remote.start(ONE, max_new_tokens=2, stop_token=None, temperature=1.0, top_p=1.0, seed=0)
             time.sleep(1.0)
         with pytest.raises(Refusal, match="Connection refused"):
-            future.result(60)
+            future.result(BOUND_SECONDS)

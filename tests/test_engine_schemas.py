@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from bounds import BOUND_SECONDS
 from engine_cases import StandIn, client_of, listening, local_engine, server_of
 from engine_lies import answer_of
 
@@ -74,8 +75,8 @@ def test_every_answer_of_the_server_is_one_that_the_program_gives(
     body = {"model": "policy", "prompt": [[65, 66], [67]], "max_tokens": 3, "n": 2, **extra}
     with listening(server.application()) as url:
         post = urllib.request.Request(f"{url}/v1/completions", data=json.dumps(body).encode())
-        answer = json.loads(urllib.request.urlopen(post, timeout=60).read())
-        models = json.loads(urllib.request.urlopen(f"{url}/v1/models", timeout=60).read())
+        answer = json.loads(urllib.request.urlopen(post, timeout=BOUND_SECONDS).read())
+        models = json.loads(urllib.request.urlopen(f"{url}/v1/models", timeout=BOUND_SECONDS).read())
     validate(answer, version=version, name="CompletionResponse")
     validate(models, version=version, name="ModelList")
     assert len(answer["choices"]) == 4

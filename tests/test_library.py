@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bounds import BOUND_SECONDS
 from composing import ROOT
 
 import olmo_rl
@@ -72,7 +73,7 @@ config = olmo_rl.compose(["+experiment=packed_moe", "seed=3", "run_name=mine"])
 assert (config.seed, config.run_dir, config.packed) == (3, "outputs/mine", True)
 assert olmo_rl.compose(run_dir="elsewhere").run_dir == "elsewhere"
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=BOUND_SECONDS)
 
 
 def test_composing_refuses_all_reasons_at_once_and_only_training_recipes_train() -> None:
@@ -143,14 +144,16 @@ def test_the_wheel_builds_without_a_warning_and_runs_outside_the_clone(tmp_path:
         [*pip, "wheel", "-v", "--no-build-isolation", *offline, "-w", str(tmp_path), str(source)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=BOUND_SECONDS,
     )
     assert built.returncode == 0, built.stdout + built.stderr
     assert "absent from the `packages`" not in built.stdout + built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     target = tmp_path / "installed"
     subprocess.run(
-        [*pip, "install", "-q", *offline, "--target", str(target), str(wheel)], check=True, timeout=240
+        [*pip, "install", "-q", *offline, "--target", str(target), str(wheel)],
+        check=True,
+        timeout=BOUND_SECONDS,
     )
     assert (target / "olmo_rl" / "py.typed").is_file()
     shipped = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
@@ -163,7 +166,7 @@ def test_the_wheel_builds_without_a_warning_and_runs_outside_the_clone(tmp_path:
             env={**os.environ, "PYTHONPATH": str(target)},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=BOUND_SECONDS,
         )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
@@ -177,6 +180,6 @@ def test_the_wheel_builds_without_a_warning_and_runs_outside_the_clone(tmp_path:
         env={**os.environ, "PYTHONPATH": str(target)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=BOUND_SECONDS,
     )
     assert all(path.startswith(str(target)) for path in found.stdout.split()), found

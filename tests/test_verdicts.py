@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bounds import BOUND_SECONDS
 from composing import ROOT
 from training_cases import samples_of
 
@@ -147,7 +148,7 @@ def test_a_verifier_that_fails_at_one_rank_is_refused_and_saved_by_all(place: Pa
         text=True,
         cwd=place,
         env=environment,
-        timeout=400,
+        timeout=BOUND_SECONDS,
     )
     assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-4000:]
     assert "task.verifier failed on a response to p.jsonl, line " in done.stderr

@@ -6,7 +6,8 @@ working directory, files, search path and signal handlers. It runs the same code
 or end by a signal are those of an interpreter. What differs is that torch, Lightning and other libraries are
 imported already. test_processes.py, test_launch.py and parts of other files start real interpreters.
 
-A forked command starts others in the same way, as a supervisor does with its ranks, while it has no threads of libraries.
+A forked command starts others in the same way, as a supervisor does with its ranks, while libraries have no
+threads in it.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def open_files() -> set[int]:
 
 
 def _native_threads() -> int:
-    """Threads that Python does not know: they may hold locks of libraries. Python's own wait while we fork."""
+    """The number of threads that Python does not know, which may hold locks of libraries."""
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 
