@@ -309,7 +309,7 @@ DEADLINE = """
 from planner_cases import random_case
 from olmo_rl.config import BalanceConfig, BalanceKind
 case = random_case(9, world=8, ep=4, per_rank=16, layers=8)
-log = case.plan(BalanceConfig(kind=BalanceKind.anneal, seconds=2.0)).plan.search
+log = case.plan(BalanceConfig(kind=BalanceKind.anneal, seconds=4.0)).plan.search
 assert log.stop_reason == "proposals", log
 """
 
