@@ -11,11 +11,13 @@ import pytest
 from warm_python import forked_commands
 
 # Before torch is imported, here and in every process that a test starts: two cores, several processes. What
-# inductor compiles is kept between runs; numba's kernels are kept beside their sources.
+# inductor compiles is kept between runs; numba's kernels are kept beside their sources. Whether g++ knows the
+# vector instructions of this CPU need not be tried in five compilations.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / "outputs" / ".cache" / "inductor")
 )
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # A suite that runs inside a SLURM job or under torchrun must not believe that it is one of the ranks.
 for _name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
     del os.environ[_name]

@@ -39,9 +39,6 @@ SINGLE = ("strategy=single", "trainer=cpu")
 Command = Callable[..., tuple[int, str]]
 
 
-pytestmark = pytest.mark.usefixtures("forked")
-
-
 @pytest.fixture(scope="module")
 def place(place: Path) -> Iterator[Path]:
     """The working directory of every command of this file, some of which run in this process."""
