@@ -17,6 +17,7 @@ import atexit
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -131,6 +132,8 @@ def serve(control: socket.socket) -> None:
 
     for name in SLOW:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or every process would copy all of it when it first collects
     warm_python.kept_open |= warm_python.open_files() - {control.fileno()}
     while True:
         message, fds, _, _ = socket.recv_fds(control, LARGEST_REQUEST, 64)
