@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -41,6 +42,12 @@ LONGEST_FIRST = (
     "test_processes.py",
     "test_search.py",
 )
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
 
 VERIFIER = '''
 def odd(response: str, answer: str) -> float:

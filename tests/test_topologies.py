@@ -34,7 +34,7 @@ RULES = {
     "recompute": 9,
     "ranks": 49,
     "denominators": 480,
-    "loads": 400,
+    "loads": 460,
     "experts": 70,
     "router": 1300,
 }
