@@ -43,6 +43,7 @@ LONGEST_FIRST = (
     "test_search.py",
 )
 
+
 def pytest_collection_finish() -> None:
     """Keep what was imported out of every later collection of garbage."""
     gc.collect()

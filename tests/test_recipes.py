@@ -274,8 +274,8 @@ def test_a_sweep_of_two_rank_jobs_goes_on_after_a_refused_and_a_failed_job(place
     assert "sweep: 3 jobs, 1 refused, 1 failed" in done.err
     assert {path.name for path in sweep.iterdir() if path.is_dir()} == {"0", "1", "2"}
     for job in (1, 2):
-        records = OmegaConf.load(sweep / str(job) / ".hydra" / "config.yaml")
-        assert records.packing.max_tokens == budgets[job]
+        composed = OmegaConf.load(sweep / str(job) / ".hydra" / "config.yaml")
+        assert composed.packing.max_tokens == budgets[job]
     assert files_of(sweep / "0") == set()
     assert not (sweep / "1" / "checkpoints").exists()
     run = sweep / "2"
@@ -420,7 +420,7 @@ def test_a_debug_run_warms_up_once_trains_evaluates_and_replaces_itself(here: He
         done = here(PACKED, "+debug=single")
         assert done.code == 0, done.err
         assert ("made earlier by the same configuration" in done.out) == bool(turn)
-        assert files_of(run) == training_files(steps=2, ranks=1) | {"reward.png", "packs.png"}
+        assert files_of(run) == training_files(steps=2, ranks=1) | {"reward.png", "packs.png", ".numbered"}
         assert [row["step"] for row in rows_of(run)] == [1, 2]
         evaluations = records(run, "evaluation")
         assert [(event["step"], event["problems"]) for event in evaluations] == [(0, 8), (1, 8), (2, 8)]
