@@ -30,6 +30,7 @@ from typing_extensions import override
 from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.sources import FileSource
 from olmo_rl.config import (
+    AuxGrouping,
     BatchConfig,
     CallbacksConfig,
     Config,
@@ -59,6 +60,7 @@ WORLDS = (1, 2, 4)
 STEPS = ("matrix_cases:write_inputs", *(f"matrix_cases:run_rank*{world}" for world in WORLDS))
 SELECTIVE = ((1, 1), (2, 2))  # where recomputation is selective, too
 TOPOLOGIES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
+SHARING = ((1, 1), (2, 2), (4, 2))  # where samples of a group also share rows
 UPDATES = 2
 BUDGET = 48
 # Lengths of the documents of every pack, two packs a column of the world of four. A pack holds at least 34
@@ -81,13 +83,14 @@ ROUTER = {"router_aux_weight": 0.3, "router_z_weight": 0.02}
 class Files(Enum):
     """`packs`: orders that keep the packs. `arrival`: one order for all. `idle`: as `packs`, but the first
     routed layer uses the experts of half of the ranks, and no layer the last expert. `ten`: as `packs`, with
-    rewards that give the first gradient the norm 10.
+    rewards that give the first gradient the norm 10. `shared`: samples of a group begin alike.
     """
 
     packs = "packs"
     arrival = "arrival"
     idle = "idle"
     ten = "ten"
+    shared = "shared"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,14 +100,19 @@ class Cell:
     world: int
     ep: int
     packed: bool = True
+    trees: bool = False
     recompute: Recompute = Recompute.none
     double: bool = False
     files: Files = Files.packs
     router: bool = False
     max_grad_norm: float | None = None
 
+    @property
+    def packing(self) -> str:
+        return "trees" if self.trees else "packed" if self.packed else "unpacked"
+
     def __str__(self) -> str:
-        parts = [f"{self.world} ranks, EP{self.ep}", "packed" if self.packed else "unpacked"]
+        parts = [f"{self.world} ranks, EP{self.ep}", self.packing]
         parts += [f"recompute {self.recompute.value}", "float64" if self.double else "float32"]
         parts += [f"files {self.files.value}"] if self.files is not Files.packs else []
         parts += ["router losses"] if self.router else []
@@ -128,6 +136,11 @@ def matrix() -> list[Cell]:
         if world == ep:
             cells += [replace(double, files=Files.idle)]
             cells += [replace(base, files=Files.ten), replace(base, files=Files.ten, max_grad_norm=1.0)]
+        if (world, ep) in SHARING:
+            shared = replace(base, files=Files.shared, router=True)
+            forms = [shared, replace(shared, double=True)]
+            forms += [replace(shared, recompute=Recompute.full)] if world == ep == 2 else []
+            cells += [replace(cell, trees=trees, packed=trees) for cell in forms for trees in (True, False)]
         if world == ep == 2:
             cells += [replace(base, router=True, recompute=recompute) for recompute in Recompute]
     return cells
@@ -175,11 +188,17 @@ def samples_of_update(update: int, *, files: Files, reward_scale: float = 1.0) -
             routes[..., IDLE_EXPERT] = 2.0  # sorts last: nobody chooses it
             routes[:, 0, LAYOUT.num_experts // 2 :] = 2.0
             id = idle_id(id)
+        tokens = (np.arange(length) + 11 * index) % MODEL.vocab_size
+        if files is Files.shared and index % 4:
+            # The second and third of a group leave its first after 9 tokens, the fourth the third after 12.
+            other, common = (samples[-1], 12) if index % 4 == 3 else (samples[index - index % 4], 9)
+            tokens[:common], routes[:common] = other.tokens[:common], 1
+            np.put_along_axis(routes[:common], other.routes[:common].astype(np.int64), 0, axis=-1)
         samples.append(
             Sample(
                 id=id,
                 group=f"u{update}-g{index // 4}",
-                tokens=((np.arange(length) + 11 * index) % MODEL.vocab_size).astype(np.int32),
+                tokens=tokens.astype(np.int32),
                 response_mask=np.arange(length) >= prompt,
                 loss_mask=loss_mask,
                 behavior_logprobs=random.uniform(-4.4, -2.9, length).astype(np.float32),
@@ -207,7 +226,7 @@ def idle_id(id: str) -> str:
 def write_files(directory: Path, files: Files, *, reward_scale: float = 1.0) -> None:
     """One collection an update, for every world in its own order."""
     for world in WORLDS:
-        order = ARRIVAL if files is Files.arrival else column_order(world)
+        order = ARRIVAL if files in (Files.arrival, Files.shared) else column_order(world)
         for update in range(UPDATES):
             samples = samples_of_update(update, files=files, reward_scale=reward_scale)
             collection = Collection(samples=[samples[i] for i in order], layout=LAYOUT, source="test")
@@ -278,7 +297,8 @@ class Recorder(Callback):
 
 
 def config_of(cell: Cell, *, directory: Path) -> Config:
-    consecutive = PackingConfig(kind=PackingKind.consecutive, max_tokens=BUDGET)
+    kind = PackingKind.trees if cell.trees else PackingKind.consecutive
+    rows = PackingConfig(kind=kind, max_tokens=BUDGET)
     files = files_of(directory, cell.files, world=cell.world)
     return Config(
         run_name="matrix",
@@ -287,10 +307,15 @@ def config_of(cell: Cell, *, directory: Path) -> Config:
         task=TaskConfig(eval_problems=0),
         rollouts=RolloutsConfig(source=Source.files, path=str(files)),
         batch=BatchConfig(samples_per_step=None),
-        packing=consecutive if cell.packed else PackingConfig(),
+        packing=rows if cell.packed else PackingConfig(),
         policy=PolicyConfig(recompute=cell.recompute, dtype=Dtype.float64 if cell.double else Dtype.float32),
         loss=LossConfig(
-            normalize_advantages=False, tis_low=0.5, tis_high=2.0, **(ROUTER if cell.router else {})
+            normalize_advantages=False,
+            tis_low=0.5,
+            tis_high=2.0,
+            # Over whole packs the balancing loss depends on what lies in a pack.
+            router_aux_grouping=AuxGrouping.sequence if cell.files is Files.shared else AuxGrouping.pack,
+            **(ROUTER if cell.router else {}),
         ),
         # In float32 the weights keep their bits, so that both updates compare what ranks do and not how
         # rounding spreads: the last bit of one weight re-rounds every activation, and moves the gradient of

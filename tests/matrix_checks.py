@@ -9,7 +9,7 @@ so that a seeded fault is identified by the rules that it breaks.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from olmo_rl.config import Recompute
 from olmo_rl.planning.loads import tail_routes
-from olmo_rl.types import Topology
+from olmo_rl.types import Sample, Topology
 
 RULES = ("topology", "packing", "recompute", "ranks", "denominators", "loads", "experts", "router")
 Results = dict[Cell, list[dict[str, Any]]]
@@ -97,14 +97,14 @@ def counterparts(cells: Iterable[Cell]) -> list[tuple[str, Cell, Cell, float]]:
     pairs = []
     for cell in sorted(cells, key=str):
         alone = replace(cell, world=1, ep=1, recompute=Recompute.none)
-        packs_differ = cell.files is Files.arrival
+        packs_differ = cell.files in (Files.arrival, Files.shared)
         if (cell.world > 1 or packs_differ) and alone in cells and cell != alone:
             limits = BETWEEN_PACKS if packs_differ else BETWEEN_TOPOLOGIES
             pairs.append(("topology", cell, alone, limits[cell.double]))
-        unpacked = replace(cell, packed=False)
+        unpacked = replace(cell, packed=False, trees=False)
         if cell.packed and unpacked in cells:
             pairs.append(("packing", cell, unpacked, BETWEEN_PACKS[cell.double]))
-        if packs_differ and cell.world == 1:
+        if cell.files is Files.arrival and cell.world == 1:
             pairs.append(("packing", cell, replace(alone, files=Files.packs), BETWEEN_PACKS[cell.double]))
     return pairs
 
@@ -154,7 +154,7 @@ def _check_denominators(cell: Cell, ranks: list[dict[str, Any]], *, verdict: Ver
         scored = [int(sample.loss_mask.sum()) for sample in samples]
         want = (sum(scored), sum(count > 0 for count in scored))
         packs = sum(len(column) for column in COLUMNS) if cell.packed else len(samples)
-        if cell.files is Files.arrival:
+        if cell.files in (Files.arrival, Files.shared):
             packs = sum(len(rank["updates"][update]["packs"]) for rank in ranks)
         for number, rank in enumerate(ranks):
             found = rank["updates"][update]
@@ -190,13 +190,37 @@ def _expected_rows(cell: Cell, ranks: list[dict[str, Any]], *, replica: int) -> 
         columns = []
         for packs in zip(*(rank["updates"][update]["packs"] for rank in members), strict=True):
             counts = np.zeros((len(LAYOUT.routed_layers), LAYOUT.num_experts), dtype=np.int64)
-            for id in (id for pack in packs for id in pack):
-                tail = tail_routes(id, layout=LAYOUT, topology=topology)
-                for row in (*samples[id].routes, tail):
+            for pack in packs:
+                for row in _rows_of(pack, samples=samples, topology=topology, shared=cell.trees):
                     np.add.at(counts, (np.arange(len(counts))[:, None], row), 1)
             columns.append(counts)
         rows += columns * (2 if ranks[0]["updates"][update]["scoring"] == "checked" else 1)
     return rows
+
+
+def _rows_of(
+    pack: Sequence[str], *, samples: dict[str, Sample], topology: Topology, shared: bool
+) -> list[np.ndarray]:
+    """Routes of every row of a pack: recorded ones, shared where tokens and experts so far are equal, and
+    one synthetic row where nobody goes on.
+    """
+
+    def key(id: str, t: int, rows: int) -> tuple[object, ...]:
+        experts = np.sort(samples[id].routes[:rows], axis=-1).tobytes()
+        return (samples[id].tokens[: t + 1].tobytes(), experts) if shared else (id, t)
+
+    recorded = {
+        key(id, t, t + 1): (key(id, t, t), samples[id].routes[t])
+        for id in pack
+        for t in range(len(samples[id].routes))
+    }
+    going_on = {before for before, _ in recorded.values()}
+    tails: dict[object, np.ndarray] = {}
+    for id in pack:
+        end = key(id, len(samples[id]) - 1, len(samples[id]) - 1)
+        if end not in going_on:
+            tails.setdefault(end, tail_routes(id, layout=LAYOUT, topology=topology))
+    return [row for _, row in recorded.values()] + list(tails.values())
 
 
 def _check_router(cell: Cell, found: dict[str, Any], *, verdict: Verdict) -> None:
@@ -218,7 +242,13 @@ def table(results: Results) -> str:
     lines = [head]
     for rule, cell, other, limit in counterparts(results):
         errors = errors_of(results[cell][0], results[other][0])
-        against = "1 rank" if rule == "topology" else "unpacked" if not other.packed else "other packs"
+        against = (
+            "1 rank"
+            if rule == "topology"
+            else "other packs"
+            if other.packing == cell.packing
+            else other.packing
+        )
         numbers = [f"{x:.1e}" for x in (errors.first, errors.second, errors.norm, errors.adam, limit)]
         lines.append((str(cell), against, *numbers, errors.worst))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

@@ -167,7 +167,15 @@ class OpenCollection:
         )
         forecast = None
         # One EP rank receives everything: nothing to compare.
-        if planned.loads is not None and layout is not None and topology.ep_degree > 1:
+        if planned.sharing is not None and layout is not None and topology.ep_degree > 1:
+            forecast = Forecast.of_shared(
+                plan,
+                samples=self._blocks[index],
+                layout=layout,
+                topology=topology,
+                layer_stride=self._config.balance.layer_stride,
+            )
+        elif planned.loads is not None and layout is not None and topology.ep_degree > 1:
             forecast = Forecast.of(
                 plan,
                 loads=planned.loads,

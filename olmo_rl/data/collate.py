@@ -20,7 +20,7 @@ from torch import Tensor
 from olmo_rl.data.packs import TOKEN_FIELDS, Normalisers, Pack, PadRule, SharedRows, Step
 from olmo_rl.planning.loads import placeholder_routes, tail_routes
 from olmo_rl.planning.pads import pad_documents, stripes
-from olmo_rl.planning.sharing import find_sharing, grow
+from olmo_rl.planning.sharing import find_sharing, lay
 from olmo_rl.types import NO_PADDING, ExpertLayout, PackPlan, Padding, Refusal, Sample, Topology
 
 
@@ -109,17 +109,10 @@ def _share_rows(pack: Pack, *, samples: Sequence[Sample]) -> None:
     Raises ValueError where two rows have the same key but other experts: the hash of experts then failed.
     """
     replayed = pack.routes is not None
-    sharing = find_sharing(samples, replayed=replayed)
-    if not sharing.shared.any():
+    laid = lay(samples, replayed=replayed)
+    forest, row_of, first, recorded = laid.forest, laid.row_of, laid.first, laid.recorded
+    if not forest.branches:
         return
-    forest, paths = grow(sharing)
-    row_of, ends = np.concatenate(paths), np.asarray(pack.boundaries[1:]) - 1
-    recorded = np.ones(len(row_of), dtype=bool)
-    recorded[ends] = not replayed
-    # A row takes what was recorded for it; the synthetic routes of a document's end are the last resort.
-    tokens = np.concatenate([recorded.nonzero()[0], (~recorded).nonzero()[0]])
-    _, found = np.unique(row_of[tokens], return_index=True)
-    first = tokens[found]
     if pack.routes is not None:
         everything = pack.routes.numpy()
         pack.routes = torch.from_numpy(everything[first])
@@ -130,7 +123,7 @@ def _share_rows(pack: Pack, *, samples: Sequence[Sample]) -> None:
     scored = pack.scored_rows().numpy()
     pairs = np.stack([row_of[scored - 1], pack["tokens"].numpy()[scored]])
     _, head, head_of = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
-    by_tokens = find_sharing(samples, replayed=False) if replayed else sharing
+    by_tokens = find_sharing(samples, replayed=False)
     pack.shared = SharedRows(
         forest=forest,
         cu_seqlens=torch.tensor(forest.boundaries, dtype=torch.int32),

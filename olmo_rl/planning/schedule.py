@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceConfig
-from olmo_rl.planning.loads import collection_loads
+from olmo_rl.planning.loads import collection_loads, tail_routes
 from olmo_rl.planning.objective import Bounds, Work, destination_loads, gap, lower_bounds, measure
 from olmo_rl.planning.pads import Pads, PadWork
-from olmo_rl.planning.sharing import Sharing
+from olmo_rl.planning.sharing import Sharing, lay
 from olmo_rl.types import ExpertLayout, PackPlan, Sample, Topology
 
 _NAMED = 8  # destinations that a mismatch names
@@ -148,6 +148,25 @@ def placement_floor(loads: NDArray[np.int32]) -> float:
     return float(total.max(axis=0).sum() / total.mean(axis=0).sum())
 
 
+def shared_loads(samples: Sequence[Sample], *, layout: ExpertLayout, topology: Topology) -> NDArray[np.int64]:
+    """int64 [E, L]: assignments to every destination from the rows of one pack of samples that share rows."""
+    laid = lay(samples, replayed=True)
+    owner = topology.destinations(layout.num_experts)
+    loads = np.zeros((topology.ep_degree, len(layout.routed_layers)), dtype=np.int64)
+    reads = np.zeros(len(laid.row_of), dtype=bool)
+    reads[laid.first] = True
+    start = 0
+    for sample in samples:
+        assert sample.routes is not None, "loads are counted from routes"
+        mine = reads[start : start + len(sample)]
+        start += len(sample)
+        tail = tail_routes(sample.id, layout=layout, topology=topology)[None]
+        routes = np.concatenate([sample.routes[mine[:-1]], tail[: int(mine[-1])].astype(sample.routes.dtype)])
+        for layer in range(routes.shape[1]):
+            loads[:, layer] += np.bincount(owner[routes[:, layer]].ravel(), minlength=topology.ep_degree)
+    return loads
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Forecast:
     """Predicted counts of the dispatcher: `loads` int64 [C, R, E, L] of the global layer ids `layers`."""
@@ -169,6 +188,33 @@ class Forecast:
         """`pads`: work that the padding of this plan adds, where rows are padded."""
         predicted = destination_loads(plan, loads=loads, topology=topology, pads=pads)
         return cls(loads=predicted, layers=layout.routed_layers[::layer_stride])
+
+    @classmethod
+    def of_shared(
+        cls,
+        plan: PackPlan,
+        *,
+        samples: Sequence[Sample],
+        layout: ExpertLayout,
+        topology: Topology,
+        layer_stride: int,
+    ) -> Forecast:
+        """Of packs whose samples share rows: every row counts once."""
+        cells = np.stack(
+            [
+                [
+                    shared_loads([samples[i] for i in pack], layout=layout, topology=topology)[
+                        :, ::layer_stride
+                    ]
+                    for pack in rank
+                ]
+                for rank in plan.packs
+            ]
+        )  # [W, C, E, L]
+        by_replica = cells.reshape(topology.num_replicas, topology.ep_degree, *cells.shape[1:])
+        return cls(
+            loads=by_replica.sum(axis=1).transpose(1, 0, 2, 3), layers=layout.routed_layers[::layer_stride]
+        )
 
     def compare(self, observed: NDArray[np.int64]) -> dict[str, Any]:
         """Values of `expert_balance`: predicted and observed assignments [L][E] over the step, expert work of

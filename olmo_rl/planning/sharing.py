@@ -136,6 +136,30 @@ def grow(sharing: Sharing) -> tuple[Forest, list[NDArray[np.int64]]]:
     return forest, rows
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Laid:
+    """How the T tokens of samples, one sample after the other, lie on R rows. `row_of` int64 [T]: the row
+    that reads each token; `first` int64 [R]: the token whose routes the row takes, that of the first sample
+    that has them recorded, else of the first of all; `recorded` bool [T]: tokens with recorded routes.
+    """
+
+    forest: Forest
+    row_of: NDArray[np.int64]
+    first: NDArray[np.int64]
+    recorded: NDArray[np.bool_]
+
+
+def lay(samples: Sequence[Sample], *, replayed: bool) -> Laid:
+    """The rows of one pack."""
+    forest, paths = grow(find_sharing(samples, replayed=replayed))
+    row_of = np.concatenate(paths)
+    recorded = np.ones(len(row_of), dtype=bool)
+    recorded[np.cumsum([len(sample) for sample in samples]) - 1] = not replayed
+    tokens = np.concatenate([recorded.nonzero()[0], (~recorded).nonzero()[0]])
+    _, found = np.unique(row_of[tokens], return_index=True)
+    return Laid(forest=forest, row_of=row_of, first=tokens[found], recorded=recorded)
+
+
 def _segment_ends(sharing: Sharing) -> list[list[int]]:
     """For every sample of the order the path lengths at which its segments end: where another sample leaves
     its path or ends on it, and its own end. In order, each once.
