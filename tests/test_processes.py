@@ -21,7 +21,7 @@ from olmo_rl import progress
 from olmo_rl.config import Config, TrainerConfig
 from olmo_rl.running import heartbeat
 from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
-from olmo_rl.running.rank_process import threads_per_rank
+from olmo_rl.running.rank_process import device_variables, threads_per_rank
 from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import Interrupted, RankFailed, Refusal
 
@@ -279,6 +279,25 @@ def test_a_stopped_rank_is_named_with_its_place_before_the_job_ends(
         assert f"s on host {socket.gethostname()} (process {(tmp_path / 'pid1').read_text()}" in text
         assert ", stopped by a signal)" in text
     assert "rank 0 failed" in str(failed.value)
+    assert not (tmp_path / heartbeat.DIRECTORY).exists()
+
+
+def fill_the_disk(config: Config) -> None:
+    with Path("/dev/full").open("w") as file:
+        file.write("everything")
+
+
+def test_a_full_disk_is_refused_with_numbers(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=r"disk full: .* [\d,]+ of [\d,]+ MiB are free there: free space"):
+        run_ranks(fill_the_disk, world(1, directory=tmp_path))
+
+
+def test_ranks_on_gpus_get_an_allocator_and_words_of_nccl_unless_the_environment_has_its_own() -> None:
+    gpu = Config(trainer=TrainerConfig(accelerator="gpu"))
+    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_DEBUG": "WARN"}
+    assert device_variables({}, config=gpu) == ours
+    assert device_variables({"NCCL_DEBUG": "INFO", "PYTORCH_CUDA_ALLOC_CONF": "x"}, config=gpu) == {}
+    assert device_variables({}, config=Config()) == {}
 
 
 def save_and_exit_75(config: Config) -> None:

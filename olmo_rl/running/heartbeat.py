@@ -95,6 +95,14 @@ class Watcher:
         now = time.monotonic()
         return [self._line(rank, seconds=seconds) for rank, seconds in self._stalled(now).items()]
 
+    def close(self) -> None:
+        """Remove reports that killed ranks left behind."""
+        for rank in self._ranks:
+            with suppress(OSError):
+                (self._directory / f"rank-{rank}").unlink()
+        with suppress(OSError):
+            self._directory.rmdir()
+
     def _read(self, now: float) -> None:
         for rank in self._ranks:
             path, seen = self._directory / f"rank-{rank}", self._seen.get(rank)

@@ -129,6 +129,7 @@ def supervise(entry: Entry | str, config: Config) -> None:
                 job=job_of({**os.environ, **variables}),
                 interval=interval_of(world_size),
             )
+            meeting.callback(watcher.close)  # once no rank is left
             failure = _first_failure(children, watcher)
             if received or (isinstance(failure, SystemExit) and failure.code == EXIT_INTERRUPTED):
                 patience = _PATIENCE_SECONDS
