@@ -148,25 +148,16 @@ def straight(cluster: Cluster, site: Path) -> Path:
     return run.directory
 
 
-def test_a_job_logs_rank_0_and_keeps_the_other_ranks_apart(site: Path, straight: Path) -> None:
+@pytest.fixture(scope="module")
+def limited(cluster: Cluster, site: Path, straight: Path) -> str:
+    """A job that waits for its time limit, between 45 and 105 seconds after its start, beside other tests."""
+    return Run(cluster, site, "limit").submit(hold=3, options=("--time=2", "--signal=USR1@15"))
+
+
+def test_a_job_logs_rank_0_and_keeps_the_other_ranks_apart(site: Path, straight: Path, limited: str) -> None:
     assert len(complete_checkpoints(straight)) > 0
-    (log,) = site.glob("olmo_rl-*.log")
-    assert "/outputs/straight" in log.read_text()
-    assert not list(site.glob("outputs/logs/slurm-*/rank-0.log"))
-    assert [path.name for path in site.glob("outputs/logs/slurm-*/rank-*.log")] == ["rank-1.log"]
-
-
-def test_a_job_at_its_time_limit_saves_and_goes_on(
-    make_run: Callable[[str], Run], cluster: Cluster, straight: Path
-) -> None:
-    run = make_run("limit")
-    job = run.submit(hold=3, options=("--time=2", "--signal=USR1@15"))
-    cluster.until(lambda: int(cluster.job(job)["Restarts"]) > 0, "the requeue at the limit")
-    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    after = cluster.ended(job, restarts=1)
-    assert after["ExitCode"] == "0:0", run.log(job)
-    assert "interrupted by SIGUSR1, saved after update 3" in run.log(job)
-    run.assert_equal(straight)
+    assert "/outputs/straight" in (site / "olmo_rl-1.log").read_text()
+    assert [path.name for path in site.glob("outputs/logs/slurm-1/*")] == ["rank-1.log"]
 
 
 @pytest.mark.parametrize("update", [1, 3], ids=["before the first checkpoint", "after it"])
@@ -364,6 +355,16 @@ def test_a_requeued_rollout_goes_on_after_its_collections(cluster: Cluster, site
     assert cluster.ended(job, restarts=1)["ExitCode"] == "0:0", log.read_text()
     assert len(list(rollouts.glob("*.parquet"))) == 200
     assert first.stat().st_mtime_ns == written
+
+
+def test_a_job_at_its_time_limit_saves_and_goes_on(
+    cluster: Cluster, site: Path, straight: Path, limited: str
+) -> None:
+    run = Run(cluster, site, "limit")
+    after = cluster.ended(limited, restarts=1)
+    assert after["ExitCode"] == "0:0", run.log(limited)
+    assert "interrupted by SIGUSR1, saved after update 3" in run.log(limited)
+    run.assert_equal(straight)
 
 
 def strike(run: Run, job: str, *, chance: random.Random) -> str:
