@@ -27,19 +27,21 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 # Files that take longest, in the order in which workers get them: what is left for the end is short.
 LONGEST_FIRST = (
-    "test_distributed.py",
-    "test_recipes.py",
     "test_topologies.py",
+    "test_recipes.py",
+    "test_distributed.py",
+    "test_seeded_faults.py",
     "test_serving.py",
     "test_balancing.py",
-    "test_doc_commands.py",
     "test_compile.py",
-    "test_seeded_faults.py",
-    "test_no_hangs.py",
-    "test_titan.py",
-    "test_interop_recipes.py",
-    "test_two_ranks.py",
+    "test_doc_commands.py",
     "test_processes.py",
+    "test_interop_recipes.py",
+    "test_library.py",
+    "test_titan.py",
+    "test_two_ranks.py",
+    "test_interop_olmo3moe.py",
+    "test_engines.py",
     "test_search.py",
 )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,19 @@ from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.planners import compile_kernels
 from olmo_rl.types import ExpertLayout, Topology
 
+KERNEL_LOCK = Path(__file__).parents[1] / "outputs" / ".cache" / "kernels.lock"
+
 
 def load_kernels() -> None:
-    """Compile the planner's kernels, or load them from the cache, for all that this process forks."""
+    """Compile the planner's kernels, or load them from the cache, for all that this process forks. One
+    process of the suite compiles, and the others wait for it.
+    """
     layout = ExpertLayout(num_experts=4, top_k=2, routed_layers=(1,))
     balance = BalanceConfig(kind=BalanceKind.anneal)
-    compile_kernels(balance, layout=layout, topology=Topology(4, 2))
+    KERNEL_LOCK.parent.mkdir(parents=True, exist_ok=True)
+    with KERNEL_LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compile_kernels(balance, layout=layout, topology=Topology(4, 2))
 
 
 @contextmanager

@@ -254,7 +254,7 @@ def test_the_long_wait_for_a_first_call_is_granted_to_a_verifier_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("olmo_rl.tasks.judging.START_SECONDS", 15.0)
-    settings = {"verifier_seconds": 0.2, "on_verifier_failure": OnVerifierFailure.leave_out}
+    settings = {"verifier_seconds": 1.0, "on_verifier_failure": OnVerifierFailure.leave_out}
     judge = build_judge(config(verifier={"_target_": f"{HERE}.slow"}, **settings))
     begun = time.monotonic()
     try:
