@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +19,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from documents import ROOT
+from test_chat import hf
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
 from training_cases import MODEL, config_of, files, write_files
 
 from olmo_rl import library
+from olmo_rl.data import chat, parquet
+from olmo_rl.data.bounded import within_seconds
+from olmo_rl.data.chat import user_prompt
+from olmo_rl.data.files import read_collection
+from olmo_rl.data.tokenizers import load_tokenizer
+from olmo_rl.hf.formats import read_config
+from olmo_rl.hf.weight_files import HfFiles
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.stored_checkpoint import load_plain_state, load_tensors, read_metadata
 from olmo_rl.policy.weights import CHECKPOINT_PREFIX, check_weights, load_weights, read_weights
@@ -223,6 +235,103 @@ def test_a_checkpoint_with_one_changed_bit_is_refused_as_init_from_and_as_refere
     ):
         with pytest.raises(Refusal, match=rf"{key}=.*__0_0\.distcp differs from its checksum"):
             library.run(replace(config, **values))
+
+
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "num_hidden_layers": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            json.dumps(QWEN3 | {"num_hidden_layers": 10**10}),
+            "num_hidden_layers=10000000000 is not at most 10000",
+        ),
+        (
+            json.dumps(QWEN3 | {"num_experts_per_tok": 10**9}),
+            "num_experts_per_tok=1000000000 is not at most 32767",
+        ),
+        (json.dumps(QWEN3 | {"num_experts": 10**9}), "num_experts=1000000000 is not at most 32767"),
+        (json.dumps(QWEN3 | {"vocab_size": 10**12}), "vocab_size=1000000000000 is not at most"),
+        ("[" * 10**5 + "]" * 10**5, "nested too deeply"),
+        ('{"num_hidden_layers": ' + "9" * 5000 + "}", "cannot be read"),
+    ],
+)
+def test_sizes_and_depths_of_a_config_are_refused_by_name(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(Refusal, match=f"init_from={tmp_path}: config.json.*{reason}"):
+        read_config(tmp_path)
+
+
+def test_headers_and_indices_of_weight_files_are_refused_by_name(tmp_path: Path) -> None:
+    for size in (2**60, 10**7, 8):
+        (tmp_path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + b"{}")
+        with pytest.raises(Refusal, match=r"model\.safetensors is missing, cut or no safetensors file"):
+            HfFiles(directory=tmp_path, key="init_from").__enter__()
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 10**5)
+    with pytest.raises(
+        Refusal, match=r"model\.safetensors\.index\.json cannot be read \(nested too deeply\)"
+    ):
+        HfFiles(directory=tmp_path, key="init_from").__enter__()
+
+
+def test_a_rollout_file_that_announces_too_many_rows_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, files(1))
+    (path,) = (tmp_path / "files").iterdir()
+    monkeypatch.setattr(parquet, "MOST_ROWS", 7)
+    with pytest.raises(Refusal, match=f"{path}: it announces 8 rows and .* at most 7 and"):
+        read_collection(path, require_routes=True)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_chat_template_that_does_not_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.3)
+    with pytest.raises(Refusal, match="the chat template does not end within 0 s"):
+        user_prompt("hi", tokenizer=hf(tmp_path, ENDLESS), system=None)
+    monkeypatch.setattr(chat, "LONGEST_TEXT", 100)
+    with pytest.raises(Refusal, match="the chat template makes 1000 characters of one conversation"):
+        user_prompt("hi", tokenizer=hf(tmp_path, "{{ 'a' * 1000 }}"), system=None)
+
+
+def test_a_call_that_ends_in_time_is_left_alone_and_memory_has_a_limit_before_a_run() -> None:
+    assert within_seconds(lambda: 7, seconds=30.0, what="it") == 7
+    program = (
+        "from olmo_rl.data.bounded import within_memory\n"
+        "try:\n"
+        "    with within_memory(2**28):\n"
+        "        'a' * 2**33\n"
+        "except MemoryError:\n"
+        "    print(len('a' * 2**29))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == f"{2**29}\n"
+
+
+@pytest.mark.skipif(find_spec("gguf") is None, reason="gguf is not installed")
+@pytest.mark.parametrize("data", [b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16, b"GGUF\x03\0\0\0" + b"\xff" * 7])
+def test_a_cut_gguf_header_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.gguf").write_bytes(data)
+    with pytest.raises(Refusal, match=f"model.tokenizer={tmp_path}/a.gguf: "):
+        load_tokenizer(str(tmp_path / "a.gguf"))
 
 
 # Calls that may run what they read, by file, and why they do not.

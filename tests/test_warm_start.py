@@ -53,7 +53,7 @@ def warm_config(run_dir: Path, *, cache: Path, **sections: Any) -> Config:
 
 
 def cached(cache: Path) -> list[Path]:
-    return sorted((cache / "warm_start").glob("*"))
+    return sorted((cache / "warm_start").glob("*.safetensors"))
 
 
 def warmed(config: Config) -> str | None:
@@ -99,6 +99,18 @@ def test_training_starts_from_the_warmed_weights(trained: Config, tmp_path: Path
     initial = HybridDecoder(MODEL, attention="reference")
     initial.init_weights(trained.seed)
     assert not identical(warm, dict(initial.named_parameters()))
+
+
+def test_cached_weights_that_changed_are_made_again(trained: Config, tmp_path: Path) -> None:
+    (path,) = cached(Path(trained.cache_dir))
+    mine = tmp_path / "cache" / "warm_start" / path.name
+    shutil.copytree(path.parent, mine.parent)
+    data = bytearray(mine.read_bytes())
+    data[-5] ^= 1
+    mine.write_bytes(data)
+    again = warmed(replace(trained, run_dir=str(tmp_path / "run"), cache_dir=str(tmp_path / "cache")))
+    assert again == str(mine)
+    assert mine.read_bytes() == path.read_bytes()
 
 
 def test_an_equal_configuration_uses_the_cached_weights_and_says_so(

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.config import Overlong, TrainOn
+from olmo_rl.data.bounded import within_memory, within_seconds
 from olmo_rl.data.json_lines import text_fault
 from olmo_rl.data.tokenizers import HfTokenizer, Tokenizer
 from olmo_rl.data.turns import NAMES, ChatRow, Conversation, Turn, conversation_of
@@ -32,6 +33,9 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Parts of a message that mean something to the policy: a template that does not read them loses them.
 _MEANT = ("tool_calls", "reasoning_content")
 # What the expressions of a template raise, beside errors of their own.
+RENDER_SECONDS = 5.0  # of one conversation; it takes milliseconds
+RENDER_BYTES = 2**30  # that rendering one conversation may take before a run starts
+LONGEST_TEXT = 2**26  # characters of one rendered conversation
 _TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
@@ -214,7 +218,13 @@ def _apply(call: Callable[[], Any]) -> Any:
     from jinja2 import TemplateError  # a dependency of transformers' templates
 
     try:
-        return call()
+        with within_memory(RENDER_BYTES):
+            found = within_seconds(call, seconds=RENDER_SECONDS, what="the chat template")
+        if isinstance(found, str) and len(found) > LONGEST_TEXT:
+            raise Refusal(f"the chat template makes {len(found)} characters of one conversation")
+        return found
+    except Refusal:
+        raise
     except TemplateError as error:
         raise Refusal(f"the chat template refuses this conversation: {error}") from None
     except UnicodeEncodeError:

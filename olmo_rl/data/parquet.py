@@ -22,6 +22,7 @@ from olmo_rl.data.columns import COLUMNS, ROUTE_COLUMNS, Record, written_columns
 from olmo_rl.data.metadata import Metadata, describe, metadata_of, unknown_name
 from olmo_rl.types import Collection, Kind, Refusal, Sample, SampleField
 
+MOST_ROWS, MOST_VALUES = 2**24, 2**31  # of a file; of one column in one row group
 _METADATA_KEY = b"olmo_rl"
 _ROW_GROUP = 64  # samples written at once, so that routes are never held twice
 _ARROW_TYPES = {
@@ -47,6 +48,7 @@ def read_parquet(path: Path, require_routes: bool) -> tuple[Metadata, list[Recor
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
             _check_schema(schema, path=path)
+            _check_size(file.metadata, path=path)
             skipped = () if require_routes else ROUTE_COLUMNS
             table = file.read(columns=[name for name in schema.names if name not in skipped])
             has_routes = "routes" in schema.names
@@ -69,6 +71,22 @@ def read_parquet(path: Path, require_routes: bool) -> tuple[Metadata, list[Recor
         cells["routes_dtype"] = table["routes_dtype"].to_pylist()
     rows = (dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True))
     return metadata, [Record(where=f"row {i}", cells=row) for i, row in enumerate(rows)], has_routes
+
+
+def _check_size(metadata: pq.FileMetaData, *, path: Path) -> None:
+    """Refuse a file that announces more than a collection holds, before anything of that size is allocated:
+    a few bytes can stand for any number of equal values.
+    """
+    values = [
+        metadata.row_group(group).column(column).num_values
+        for group in range(metadata.num_row_groups)
+        for column in range(metadata.num_columns)
+    ]
+    if metadata.num_rows > MOST_ROWS or max(values, default=0) > MOST_VALUES:
+        raise Refusal(
+            f"{path}: it announces {metadata.num_rows} rows and {max(values, default=0)} values of a column "
+            f"in one row group; at most {MOST_ROWS} and {MOST_VALUES} are read: split it"
+        )
 
 
 def first_has(path: Path, *, column: str) -> bool:

@@ -41,6 +41,8 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 _AS_ABSENT = object()
+LARGEST_COUNT = 2**31 - 1  # of anything; counts of layers and experts, of which lists are made, are smaller
+MOST_LAYERS, MOST_EXPERTS = 10_000, 2**15 - 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,14 +63,14 @@ class Fields:
             return absent if null is _AS_ABSENT else null
         return value if self._is_like(1 if absent is None else absent, key=key, value=value) else absent
 
-    def need(self, key: str, *, least: int = 1) -> Any:
-        """Return a required count of at least `least`; 1 replaces a missing or invalid one."""
+    def need(self, key: str, *, least: int = 1, most: int = LARGEST_COUNT) -> Any:
+        """Return a required count in [least, most]; 1 replaces a missing or invalid one."""
         self.read.add(key)
         value = self.values.get(key)
         if value is None:
             self.reasons.append(f"{key} is missing")
             return 1
-        return value if self._is_like(1, key=key, value=value, least=least) else 1
+        return value if self._is_like(1, key=key, value=value, least=least, most=most) else 1
 
     def require(self, key: str, *allowed: Any) -> None:
         """Refuse a field with a value outside of `allowed`; a missing field passes."""
@@ -106,15 +108,17 @@ class Fields:
             self.reasons.append(f"rope_theta is given as {' and '.join(map(str, bases))}: leave one")
         return bases[-1] if bases else default
 
-    def _is_like(self, like: Any, *, key: str, value: Any, least: int = 1) -> bool:
-        """Return whether `value` has the type of `like`, and refuse it otherwise. An int is a count of at
-        least `least`; a list contains names where `like` does, otherwise indices.
+    def _is_like(self, like: Any, *, key: str, value: Any, least: int = 1, most: int = LARGEST_COUNT) -> bool:
+        """Return whether `value` has the type of `like`, and refuse it otherwise. An int is a count in
+        [least, most]; a list contains names where `like` does, otherwise indices.
         """
         match like:
             case bool():
                 kind, sound = "true or false", isinstance(value, bool)
             case int():
                 kind, sound = f"an integer of at least {least}", type(value) is int and value >= least
+                if sound and value > most:
+                    kind, sound = f"at most {most}", False
             case float():
                 kind, sound = "a number", type(value) in (int, float)
             case [str(), *_]:

@@ -8,7 +8,6 @@ unknown field may change the model. No torch here, and no transformers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from olmo_rl.config import BlockNorms, LayerType, ModelConfig, QkNorm, ScoreFunction
-from olmo_rl.hf.fields import Fields
+from olmo_rl.hf.fields import MOST_EXPERTS, MOST_LAYERS, Fields
+from olmo_rl.hf.json_files import read_json
 from olmo_rl.types import Refusal
 
 CONFIG_FILE = "config.json"
@@ -41,10 +41,7 @@ def read_config(directory: str | Path, *, key: str = "init_from") -> tuple[HfFor
     """
     path = Path(directory) / CONFIG_FILE
     where = f"{key}={directory}: {CONFIG_FILE}"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{where} cannot be read ({error}): give a whole Hugging Face directory") from None
+    values = read_json(path, where=where, fix="give a whole Hugging Face directory")
     if not isinstance(values, dict):
         raise Refusal(f"{where} is not a JSON object")
     known = [kind.value for kind in HfFormat]
@@ -73,7 +70,7 @@ def _common(fields: Fields) -> dict[str, Any]:
         "dim": fields.need("hidden_size"),
         "num_heads": heads,
         "num_kv_heads": fields.get("num_key_value_heads", heads),
-        "top_k": fields.need("num_experts_per_tok"),
+        "top_k": fields.need("num_experts_per_tok", most=MOST_EXPERTS),
         "tie_embeddings": fields.get("tie_word_embeddings", False),
         "init_std": float(fields.get("initializer_range", 0.02)),
         "max_seq_len": fields.need("max_position_embeddings"),
@@ -83,7 +80,7 @@ def _common(fields: Fields) -> dict[str, Any]:
 def _read_qwen3_moe(fields: Fields) -> ModelConfig:
     fields.require("use_sliding_window", False, None)
     fields.read.update(("sliding_window", "max_window_layers"))  # of no effect without use_sliding_window
-    common, layers = _common(fields), fields.need("num_hidden_layers")
+    common, layers = _common(fields), fields.need("num_hidden_layers", most=MOST_LAYERS)
     fields.require("layer_types", None, ["full_attention"] * layers)
     # Of no effect in transformers; some releases spell them out.
     fields.require("qkv_bias", False, None)
@@ -92,7 +89,7 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
     dense, step = fields.get("mlp_only_layers", []), fields.get("decoder_sparse_step", 1)
     # transformers writes the number under its other name.
     name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
-    experts = fields.need(name, least=0)
+    experts = fields.need(name, least=0, most=MOST_EXPERTS)
     fields.require("num_experts", experts)
     sparse = [i for i in range(layers) if i not in dense and experts > 0 and (i + 1) % step == 0]
     return ModelConfig(
@@ -112,7 +109,7 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
 
 def _read_olmoe(fields: Fields) -> ModelConfig:
     fields.require("clip_qkv", None)
-    common, layers = _common(fields), fields.need("num_hidden_layers")
+    common, layers = _common(fields), fields.need("num_hidden_layers", most=MOST_LAYERS)
     return ModelConfig(
         **common,
         layer_types=[LayerType.full_attention] * layers,
@@ -127,7 +124,7 @@ def _read_olmoe(fields: Fields) -> ModelConfig:
 
 
 def _read_olmo3moe(fields: Fields) -> ModelConfig:
-    common, layers = _common(fields), fields.need("num_hidden_layers")
+    common, layers = _common(fields), fields.need("num_hidden_layers", most=MOST_LAYERS)
     top_k, eps = common["top_k"], float(fields.get("rms_norm_eps", 1e-5))
     for key, allowed in _OLMO3MOE_HELD.items():
         fields.require(key, *allowed)
@@ -151,7 +148,7 @@ def _read_olmo3moe(fields: Fields) -> ModelConfig:
         qk_norm=QkNorm.head if fields.get("use_head_qk_norm", False) else QkNorm.projection,
         rope_theta=theta if fields.get("use_rope", True) else None,
         sliding_window=fields.get("sliding_window", 4096),
-        num_experts=fields.need("n_routed_experts", least=0),
+        num_experts=fields.need("n_routed_experts", least=0, most=MOST_EXPERTS),
         expert_hidden=fields.need("moe_intermediate_size"),
         shared_hidden=fields.get("shared_expert_intermediate_size", 2048, null=0),
         latent_dim=fields.get("latent_moe_dim", None),

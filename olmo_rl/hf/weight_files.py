@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from olmo_rl.complete_files import complete_directory
+from olmo_rl.hf.json_files import read_json
 from olmo_rl.hf.names import Piece, refuse_mismatches
 from olmo_rl.types import Refusal
 
@@ -124,10 +125,10 @@ def read_slice(handle: Any, *, index: Sequence[Tensor]) -> Tensor:
 
 
 def _weight_map(index: Path, *, key: str) -> dict[str, str]:
-    try:
-        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal(f"{key}={index.parent}: {INDEX} cannot be read ({error!r}): fetch it again") from None
+    values = read_json(index, where=f"{key}={index.parent}: {INDEX}", fix="fetch it again")
+    placed = values.get("weight_map") if isinstance(values, dict) else None
+    if placed is None:
+        raise Refusal(f"{key}={index.parent}: {INDEX} has no weight_map: fetch it again")
     # A file of another directory would be another model.
     if not isinstance(placed, dict) or any(Path(str(file)).name != file for file in placed.values()):
         raise Refusal(f"{key}={index.parent}: {INDEX} names files outside of the directory: fetch it again")

@@ -158,8 +158,9 @@ def refuse_misfits(config: Config) -> None:
 
     try:
         dense = AutoConfig.from_pretrained(folder, gguf_file=file, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise Refusal(f"{_KEY}={name}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # readers of GGUF and JSON raise whatever they meet in a damaged file
+        reason = (str(error).splitlines() or [""])[0][:200]
+        raise Refusal(f"{_KEY}={name}: {reason} ({type(error).__name__}): give a whole one") from error
     if dense.model_type != "llama":
         raise Refusal(f"{_KEY}={name}: model_type={dense.model_type!r}, only llama can be upcycled")
     if reasons := _misfits(config.model, dense=dense, where=f"{_KEY}={name}"):

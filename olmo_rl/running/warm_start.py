@@ -13,10 +13,12 @@ import torch
 
 from olmo_rl.backends import attention_of, linear_of
 from olmo_rl.collections.supervised import SupervisedDataModule, TaskDemonstrations
+from olmo_rl.complete_files import write_complete
 from olmo_rl.config import Config, ScheduleKind
 from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.sharded import whole_weights
 from olmo_rl.policy.weights import save_weights
+from olmo_rl.run_directory import sha256_of
 from olmo_rl.running.callbacks import ProgressDisplay
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.tasks.prompting import task_of
@@ -60,7 +62,7 @@ def warm_start(config: Config) -> Config:
         loggers=[],
     )
     strategy.join()
-    if not strategy.broadcast(path.is_file()):
+    if not strategy.broadcast(_whole(path)):
         module = PolicyModule(supervised, objective=SUPERVISED)
         tokenizer = fitting_tokenizer(config.model)
         source = TaskDemonstrations(
@@ -81,7 +83,20 @@ def _save(module: PolicyModule, *, path: Path) -> None:
     weights = whole_weights(module.policy)
     if module.strategy.global_rank == 0:
         save_weights(weights, path)
+        write_complete(_checksum(path), sha256_of([path])[0])
     module.strategy.barrier()
+
+
+def _checksum(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _whole(path: Path) -> bool:
+    """Whether the cache holds these weights as they were written."""
+    checksum = _checksum(path)
+    if not path.is_file() or not checksum.is_file():
+        return False
+    return sha256_of([path])[0] == checksum.read_text(encoding="utf-8")
 
 
 def _contents(path: str | None) -> str | None:
