@@ -1,6 +1,7 @@
 # make train   a tiny hybrid MoE learns 2-digit addition on this machine's CPU (about four minutes on two idle cores, and two for the set-up)
 # make test    the tests (about thirteen minutes on two cores)
 # make test-services  tests that start a SLURM of their own (apt-get install slurm-wlm munge; about five minutes)
+# make test-engines   the loop against a real vLLM on this CPU (3 GB into build/engines, about twenty minutes)
 # make lint    style, types, shell scripts
 # make docs    the documentation site, into build/site
 # The first call makes .venv (two minutes); later ones reuse it until pyproject.toml or constraints.txt change.
@@ -10,11 +11,12 @@ WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := build/engines/vllm
 # Most of what is installed is never imported: it is compiled when first used, which needs leave to write bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --no-compile --progress-bar off --constraint constraints.txt
 
-.PHONY: train test test-services lint docs clean
+.PHONY: train test test-services test-engines lint docs clean
 
 train: $(VENV)/.core
 	$(BIN)/python train.py +experiment=packed_moe $(ARGS)
@@ -26,11 +28,18 @@ test: $(VENV)/.dev
 test-services: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm $(ARGS)
 
+test-engines: $(VENV)/.dev $(VLLM)/.complete
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines -s tests/engines_live $(ARGS)
+
+$(VLLM)/.complete: tests/engines_live/install_vllm.sh tests/engines_live/interpreted_triton.py
+	mkdir -p $(@D)
+	PYTHON=$(PYTHON) tests/engines_live/install_vllm.sh $(@D)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run tests/engines_live/install_vllm.sh
 
 docs: $(VENV)/.dev
 	rm -rf build/docs build/site

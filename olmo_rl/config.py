@@ -233,6 +233,12 @@ class PauseMode(Choice):
     abort = "abort", "they are aborted and asked again"
 
 
+class OnGap(Choice):
+    refuse = "refuse", "the run ends, naming the engine"
+    warn = "warn", "one warning for each engine"
+    ignore = "ignore", "nothing is compared"
+
+
 class EngineApi(Choice):
     vllm = "vllm", "that of vLLM 0.32.0"
     sglang = "sglang", "that of SGLang 0.5.23"
@@ -513,6 +519,24 @@ class RolloutsConfig:
     )
     pause: PauseMode = key(
         PauseMode.keep, "vllm, sglang: what happens to requests in flight when weights change", needs=_ENGINES
+    )
+    on_gap: OnGap = key(
+        OnGap.refuse,
+        "vllm, sglang: an engine's log-probs after a publication are not those of the policy",
+        needs=_ENGINES,
+    )
+    max_gap: float | None = key(
+        None,
+        "mean difference of those log-probs in nats, null = 0.01, or 0.1 where bfloat16 is used",
+        above=0,
+        needs=(
+            _ENGINES,
+            Needs(
+                lambda c: c.rollouts.on_gap is not OnGap.ignore,
+                "where nothing is compared",
+                "set rollouts.on_gap=refuse",
+            ),
+        ),
     )
     token: str | None = key(
         None, "vllm, sglang: sent as bearer token; the run directory keeps it in plain text", needs=_ENGINES

@@ -348,6 +348,12 @@ class Engines:
         """No request is under way."""
         wait(ready())
 
+    def probe(self, requests: object, *, max_new_tokens: int, seed: int) -> Future[dict[str, str]]:
+        """None of its engines can be asked."""
+        future: Future[dict[str, str]] = Future()
+        future.set_result({})
+        return future
+
     def adopt(self, path: str, version: int, *, versions: dict[str, int | None]) -> None:
         assert versions == {"http://engine": version}
         self.adopted[version] = path
@@ -368,12 +374,13 @@ def publish(rank: Rank, *, name: str, block_norms: BlockNorms) -> None:
     engines, strategy = Engines(), ExpertParallelStrategy(config)
     publication = Publication(cast(RemoteEngine, engines), config=config, strategy=strategy)
 
-    def note(decoder: nn.Module, version: int) -> None:
+    def note(decoder: nn.Module, version: int) -> dict[str, float]:
         given[version] = digest(whole_weights(decoder))
-        publication(decoder, version)
+        metrics = publication(decoder, version)
         if version in engines.published:
             found = read_weights(engines.published[version])
             written[version] = digest({name: found[name] for name, _ in decoder.named_parameters()})
+        return metrics
 
     module = PolicyModule(config, objective=POLICY)
     module.publish = note

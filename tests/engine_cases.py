@@ -8,20 +8,23 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from aiohttp import web
 from bounds import BOUND_SECONDS
+from model_cases import context_of
 from torch import Tensor
 
 from olmo_rl.config import LayerType, ModelConfig, RolloutsConfig, Source
+from olmo_rl.data.packs import RouteMode, RouteTrace
 from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.hf.writing import engine_pieces
-from olmo_rl.policy.engine import LocalEngine
+from olmo_rl.policy.engine import Generation, LocalEngine
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import parameter_shapes
 from olmo_rl.rollouts.collective import Arrivals
@@ -72,6 +75,33 @@ def weights_of(seed: int) -> dict[str, Tensor]:
     decoder = HybridDecoder(MODEL, attention="torch")
     decoder.init_weights(seed)
     return {name: parameter.detach().clone() for name, parameter in decoder.named_parameters()}
+
+
+def score(
+    decoder: HybridDecoder, generations: Sequence[Generation], *, replay: bool
+) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """Log-probs of the generated tokens by the packed forward, and the routes it took."""
+    tokens = torch.from_numpy(np.concatenate([g.tokens for g in generations])).long()
+    trace = RouteTrace()
+    routes = None
+    if replay:
+        rows = [np.concatenate([g.routes, g.routes[-1:]]) for g in generations]  # any tail: it scores nothing
+        stacked = torch.from_numpy(np.concatenate(rows)).long()
+        routes = {layer: stacked[:, i] for i, layer in enumerate(decoder.config.routed_layers)}
+    context = context_of(
+        [len(g.tokens) for g in generations],
+        mode=RouteMode.replay if replay else RouteMode.record,
+        routes=routes,
+        trace=trace,
+    )
+    with torch.no_grad():
+        logits = decoder(tokens, context).logits
+    scored = []
+    for g, start in zip(generations, context.boundaries, strict=False):
+        first = len(g.tokens) - len(g.logprobs)
+        rows = torch.log_softmax(logits[start + first - 1 : start + len(g.tokens) - 1], -1)
+        scored.append(rows.gather(1, torch.from_numpy(g.tokens[first:]).long()[:, None])[:, 0])
+    return scored, trace.ids
 
 
 def local_engine(*, seed: int | None = None, version: int = 0) -> LocalEngine:

@@ -430,9 +430,10 @@ def test_an_update_whose_publication_is_refused_is_told_before_it_is_saved(
     straight: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_engines(module: PolicyModule) -> None:
-        def publish(decoder: HybridDecoder, version: int) -> None:
+        def publish(decoder: HybridDecoder, version: int) -> dict[str, float]:
             if version == 2:
                 raise Refusal("rollouts.urls: no engine could be updated")
+            return {}
 
         module.publish = publish
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from engine_cases import score
 from model_cases import context_of, tiny_config
-from torch import Tensor
 
 from olmo_rl.config import ModelConfig
-from olmo_rl.data.packs import RouteMode, RouteTrace
 from olmo_rl.policy.engine import Generation, LocalEngine, Request, choose_tokens
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.types import Refusal
@@ -42,33 +40,6 @@ def requests_of(count: int = 24) -> list[Request]:
     """Prompts of 1 to 6 tokens."""
     rng = np.random.default_rng(0)
     return [Request(id=f"r{i}", tokens=rng.integers(0, 31, 1 + i % 6).tolist()) for i in range(count)]
-
-
-def score(
-    decoder: HybridDecoder, generations: Sequence[Generation], *, replay: bool
-) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """Log-probs of the generated tokens by the packed forward, and the routes it took."""
-    tokens = torch.from_numpy(np.concatenate([g.tokens for g in generations])).long()
-    trace = RouteTrace()
-    routes = None
-    if replay:
-        rows = [np.concatenate([g.routes, g.routes[-1:]]) for g in generations]  # any tail: it scores nothing
-        stacked = torch.from_numpy(np.concatenate(rows)).long()
-        routes = {layer: stacked[:, i] for i, layer in enumerate(decoder.config.routed_layers)}
-    context = context_of(
-        [len(g.tokens) for g in generations],
-        mode=RouteMode.replay if replay else RouteMode.record,
-        routes=routes,
-        trace=trace,
-    )
-    with torch.no_grad():
-        logits = decoder(tokens, context).logits
-    scored = []
-    for g, start in zip(generations, context.boundaries, strict=False):
-        first = len(g.tokens) - len(g.logprobs)
-        rows = torch.log_softmax(logits[start + first - 1 : start + len(g.tokens) - 1], -1)
-        scored.append(rows.gather(1, torch.from_numpy(g.tokens[first:]).long()[:, None])[:, 0])
-    return scored, trace.ids
 
 
 def assert_equal(a: Generation, b: Generation) -> None:

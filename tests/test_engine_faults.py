@@ -22,6 +22,7 @@ from engine_lies import answer_of
 
 from olmo_rl.config import PauseMode, Source
 from olmo_rl.policy.engine import Request
+from olmo_rl.rollouts.exchange import exchange
 from olmo_rl.types import Refusal
 
 ONE = [Request(id="a", tokens=[65])]
@@ -184,9 +185,8 @@ def test_a_dripping_answer_ends_at_the_deadline_of_the_whole_request(path: str) 
     with client_of(url) as remote:
 
         async def ask() -> None:
-            await remote._exchange(remote.engines[0], "GET", path)
+            await exchange(remote._client, "GET", remote.engines[0].url, path, seconds=1.0)
 
-        remote._config.timeout_seconds = 1.0
         began = time.monotonic()
         with pytest.raises(Exception, match="no complete answer within 1 s"):
             remote._call(ask())

@@ -20,13 +20,13 @@ from olmo_rl.training.strategy import ExpertParallelStrategy, local_device
 @dataclass(kw_only=True, slots=True)
 class RolloutParts:
     """The parts that generating and held-out evaluation share. `publish` sends a policy's weights and their
-    version to the engine, on all ranks; `close` releases it.
+    version to the engine, on all ranks, and returns metrics; `close` releases it.
     """
 
     task: Task
     tokenizer: Tokenizer
     engine: LocalEngine | RemoteEngine
-    publish: Callable[[nn.Module, int], None]
+    publish: Callable[[nn.Module, int], dict[str, float]]
     close: Callable[[], None] = lambda: None
 
 

@@ -25,7 +25,14 @@ from torch import Tensor
 
 from olmo_rl.config import PauseMode, RolloutsConfig, Source
 from olmo_rl.rollouts.collective import Broadcaster
-from olmo_rl.rollouts.exchange import Deadline, EngineFault, Reply, UnsupportedEngine, exchange
+from olmo_rl.rollouts.exchange import (
+    Deadline,
+    EngineFault,
+    RefusedCall,
+    Reply,
+    UnsupportedEngine,
+    exchange,
+)
 from olmo_rl.rollouts.wire import version_of
 
 CONTROL_TIMEOUT_SECONDS = 600.0  # reading a checkpoint of a large model takes minutes
@@ -211,13 +218,14 @@ class Control:
         seconds = deadline.left(at_most=CONTROL_TIMEOUT_SECONDS)
         reply = _successful(await exchange(self._client, "POST", url, path, body=body, seconds=seconds))
         if reply.content[:1] == b"{" and _field(reply, "success") is False:
-            raise EngineFault(f"{path}: {reply.text}")
+            raise RefusedCall(f"{path}: {reply.text}")
         return reply
 
 
 def _successful(reply: Reply) -> Reply:
     if reply.status != 200:
-        raise EngineFault(f"{reply.where}: status {reply.status} {reply.text}".strip())
+        kind = EngineFault if reply.where == "/health" else RefusedCall  # it may be starting or ending
+        raise kind(f"{reply.where}: status {reply.status} {reply.text}".strip())
     return reply
 
 

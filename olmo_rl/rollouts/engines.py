@@ -15,7 +15,6 @@ its version, so that one that was started again while idle gets the present weig
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -28,20 +27,19 @@ import httpx
 import torch
 from torch import Tensor
 
-from olmo_rl.config import RolloutsConfig, Source
+from olmo_rl.config import RolloutsConfig
 from olmo_rl.policy.engine import Generation, Request
-from olmo_rl.rollouts.answers import Wanted, fitting_answer, generation_of
+from olmo_rl.rollouts.answers import Wanted, generation_of
 from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS, Control, Engine
 from olmo_rl.rollouts.exchange import (
     AbortedRequest,
     Deadline,
     EngineFault,
     RejectedRequest,
-    Reply,
     client_with,
-    exchange,
 )
 from olmo_rl.rollouts.fleet import Fleet
+from olmo_rl.rollouts.requests import ask, attempt_body, common_body, model_card
 from olmo_rl.rollouts.wire import Completion, RouteAxis
 from olmo_rl.types import Refusal
 
@@ -216,46 +214,72 @@ class RemoteEngine:
         counts: Counts | None = None,
     ) -> Future[list[Generation | None]]:
         """The same, going on while the caller does something else; counted in `counts` where it is given."""
-        body = self._sampling(max_new_tokens, stop_token=stop_token, temperature=temperature, top_p=top_p)
+        body = self._body(max_new_tokens, stop_token=stop_token, temperature=temperature, top_p=top_p)
         counts = self.counts if counts is None else counts
         counts.asked += len(requests)
         work = self._all(requests, body=body, seed=seed, counts=counts)
         return self._start(work)
 
-    def _sampling(
-        self, max_new_tokens: int, *, stop_token: int | None, temperature: float, top_p: float
-    ) -> dict[str, Any]:
-        """The body of every request but for prompt, seed and model. Whatever changes the distribution is
-        sent,
-        neutral settings too: engines fill gaps from the `generation_config.json` of the model.
+    def probe(
+        self, requests: Sequence[Request], *, max_new_tokens: int, seed: int
+    ) -> Future[dict[str, list[Generation] | str]]:
+        """The answers of every engine with the present weights, by address; the reason where one gives none.
+        Each is asked once, and nothing is counted.
         """
-        sglang = self._config.source is Source.sglang
-        body: dict[str, Any] = {
-            "max_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": -1 if sglang else 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "logprobs": 1,
-            "return_token_ids": True,
-            "n": 1,
-        }
-        if stop_token is not None:
-            body["stop_token_ids"] = [stop_token]
-        if self._wanted.axis is not None and sglang:
-            body["return_routed_experts"] = True
-        return body
+        body = self._body(max_new_tokens)
+        return self._start(self._probe(requests, body=body, seed=seed))
+
+    async def _probe(
+        self, requests: Sequence[Request], *, body: Mapping[str, Any], seed: int
+    ) -> dict[str, list[Generation] | str]:
+        body = {**body, "model": await self._served_model()}
+        engines = [engine for engine in self.engines if self._fleet.is_ready(engine)]
+
+        async def ask(engine: Engine) -> list[Generation] | str:
+            version, given = engine.version, []
+            try:
+                for request in requests:
+                    sent = attempt_body(body, request, version, seed=seed)
+                    completion = await self._ask(engine, sent, request=request)
+                    given.append(
+                        generation_of(completion, request=request, version=version, wanted=self._wanted)
+                    )
+                return given
+            except EngineFault as fault:
+                self._fleet.failed(engine, fault)
+                return str(fault)
+
+        found = await asyncio.gather(*(ask(engine) for engine in engines))
+        return {engine.url: given for engine, given in zip(engines, found, strict=True)}
+
+    def _body(
+        self,
+        max_new_tokens: int,
+        *,
+        stop_token: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+    ) -> dict[str, Any]:
+        return common_body(
+            self._config.source,
+            max_new_tokens=max_new_tokens,
+            stop_token=stop_token,
+            temperature=temperature,
+            top_p=top_p,
+            routes=self._wanted.axis is not None,
+        )
+
+    async def _ask(self, engine: Engine, body: Mapping[str, Any], *, request: Request) -> Completion:
+        seconds = self._config.timeout_seconds
+        return await ask(
+            self._client, engine.url, body, request=request, wanted=self._wanted, seconds=seconds
+        )
 
     async def _all(
         self, requests: Sequence[Request], *, body: Mapping[str, Any], seed: int, counts: Counts
     ) -> list[Generation | None]:
         await asyncio.gather(*(self._fleet.compare_version(engine) for engine in self.engines))
-        if self._model is None:
-            self._model = await self._served_model()
-        body = {**body, "model": self._model}
+        body = {**body, "model": await self._served_model()}
         tasks = [
             asyncio.create_task(self._one(request, body=body, seed=seed, counts=counts))
             for request in requests
@@ -267,27 +291,20 @@ class RemoteEngine:
                 task.cancel()
 
     async def _served_model(self) -> str:
-        """The first model that a ready engine names."""
+        """The first model that a ready engine names, asked once."""
+        if self._model is not None:
+            return self._model
         for attempt in range((self._config.retries + 1) * len(self.engines)):
             engine = await self._fleet.pick()
             try:
-                reply = await self._exchange(engine, "GET", "/v1/models")
-                name = reply.json()["data"][0]["id"]
-                if isinstance(name, str):
-                    return name
-                fault = EngineFault("/v1/models: the name of a model is no text")
-            except (KeyError, IndexError, TypeError) as error:
-                fault = EngineFault(f"/v1/models: {type(error).__name__}")
-            except EngineFault as caught:
-                fault = caught
-            self._fleet.failed(engine, fault)
-            await asyncio.sleep(_backoff(attempt))
+                card = await model_card(self._client, engine.url, seconds=self._config.timeout_seconds)
+            except EngineFault as fault:
+                self._fleet.failed(engine, fault)
+                await asyncio.sleep(_backoff(attempt))
+            else:
+                self._model = card.name
+                return card.name
         raise Refusal("rollouts.urls: no engine names a model at /v1/models: set rollouts.served_model")
-
-    async def _exchange(self, engine: Engine, method: str, path: str, **options: Any) -> Reply:
-        return await exchange(
-            self._client, method, engine.url, path, seconds=self._config.timeout_seconds, **options
-        )
 
     async def _one(
         self, request: Request, *, body: Mapping[str, Any], seed: int, counts: Counts
@@ -300,11 +317,7 @@ class RemoteEngine:
             while attempt <= self._config.retries:
                 engine = await self._fleet.pick()
                 version, publications = engine.version, self._fleet.publications
-                # Another attempt draws other numbers: an engine that fails on a response may do so again.
-                digest = hashlib.blake2b(f"{seed}/{request.id}/{draws}".encode(), digest_size=4).digest()
-                sent = {**body, "prompt": list(request.tokens), "seed": int.from_bytes(digest) >> 1}
-                if version is not None:
-                    sent["cache_salt"] = str(version)
+                sent = attempt_body(body, request, version, seed=seed, draw=draws)
                 draws += 1
                 engine.under_way += 1
                 try:
@@ -333,18 +346,6 @@ class RemoteEngine:
             raise Refusal(f"{engine.url} refused request {request.id}: {fault}")
         counts.abandoned += 1
         return None
-
-    async def _ask(self, engine: Engine, body: dict[str, Any], *, request: Request) -> Completion:
-        """One attempt: an answer that fits the request, or an EngineFault."""
-        most = self._wanted.most_bytes(len(request.tokens) + body["max_tokens"])
-        reply = await self._exchange(engine, "POST", "/v1/completions", body=body, most_bytes=most)
-        if 400 <= reply.status < 500 and reply.status not in (408, 429):
-            raise RejectedRequest(f"status {reply.status} {reply.text}")
-        if reply.status != 200:
-            raise EngineFault(f"status {reply.status} {reply.text}".strip())
-        return fitting_answer(
-            reply.json(), request=request, max_tokens=body["max_tokens"], wanted=self._wanted
-        )
 
 
 def _backoff(attempt: int) -> float:

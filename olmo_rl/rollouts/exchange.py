@@ -33,6 +33,10 @@ class AbortedRequest(EngineFault):
     """The engine ended a response before it was complete."""
 
 
+class RefusedCall(EngineFault):
+    """The engine is there and did not do what a control call asked for."""
+
+
 class UnsupportedEngine(EngineFault):
     """The engine's program is too old for what training needs."""
 

@@ -7,16 +7,18 @@ present weights. All methods but `refuse_without_engines` run in the loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from olmo_rl.config import PauseMode, PublicationKind, RolloutsConfig
 from olmo_rl.rollouts.control import Control, Engine
-from olmo_rl.rollouts.exchange import Deadline, EngineFault, UnsupportedEngine
+from olmo_rl.rollouts.exchange import Deadline, EngineFault, RefusedCall, UnsupportedEngine
 from olmo_rl.rollouts.wire import Completion
 from olmo_rl.types import Refusal
 
+_LOG = logging.getLogger(__name__)
 FAILURES_BEFORE_REST = 2
 REST_SECONDS = 1.0
 
@@ -36,6 +38,7 @@ class Fleet:
         self.held = False
         self.publications = 0
         self._config = config
+        self._waiting = False  # and it was reported
 
     async def hold(self) -> None:
         """Give no engine the present weights any more; what was under way has ended on return."""
@@ -72,16 +75,24 @@ class Fleet:
     async def _until_one(
         self, attempt: Callable[[], Awaitable[list[Engine]]], *, first: bool
     ) -> list[Engine]:
-        """The engines that took part, tried again while there is none. At the `first` publication there is no
+        """The engines that took part, tried again while all are gone. At the `first` publication there is no
         second try: a wrong address never answers.
         """
         patience = Deadline(0.0 if first else self._config.wait_seconds)
         while True:
             ready = await attempt()
-            unsupported = any(isinstance(engine.latest, UnsupportedEngine) for engine in self.engines)
-            if ready or unsupported or not patience.left(at_most=1.0):
+            there = any(isinstance(engine.latest, UnsupportedEngine | RefusedCall) for engine in self.engines)
+            if ready or there or not patience.left(at_most=1.0):
                 return ready
+            self._warn_of_waiting()
             await asyncio.sleep(REST_SECONDS)
+
+    def _warn_of_waiting(self) -> None:
+        """One line each time when no engine is left."""
+        if not self._waiting:
+            self._waiting = True
+            reasons = "; ".join(f"{engine.url}: {reason_of(engine)}" for engine in self.engines)
+            _LOG.warning("no engine answers (%s), waiting up to %g s", reasons, self._config.wait_seconds)
 
     async def bring_up_to_date(self, engine: Engine, *, deadline: Deadline) -> None:
         """Alone with this engine's control calls, and with what is published by then."""
@@ -164,13 +175,20 @@ class Fleet:
         began = self.held or self.publications != publications
         return began and self._config.pause is PauseMode.abort
 
+    def is_ready(self, engine: Engine) -> bool:
+        """Whether it has the present weights and may be asked."""
+        return not engine.resting and engine.version == self.version
+
     async def pick(self) -> Engine:
         """The engine with the present weights and the fewest requests under way; waits while all rest."""
         deadline = asyncio.get_running_loop().time() + self._config.wait_seconds
         while True:
-            ready = [e for e in self.engines if not e.resting and e.version == self.version]
+            ready = [engine for engine in self.engines if self.is_ready(engine)]
             if ready:
+                self._waiting = False
                 return min(ready, key=lambda engine: engine.under_way)
+            if not self.held:
+                self._warn_of_waiting()
             if asyncio.get_running_loop().time() > deadline:
                 raise Refusal(
                     [f"{engine.url}: {reason_of(engine)}" for engine in self.engines]

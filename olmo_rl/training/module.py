@@ -53,7 +53,7 @@ class PolicyModule(LightningModule):
         self.objective = objective
         self.decoder: HybridDecoder | None = None
         self.reference: FrozenReference | None = None
-        self.publish: Callable[[HybridDecoder, int], None] | None = None
+        self.publish: Callable[[HybridDecoder, int], dict[str, float]] | None = None
         self.on_predict: Callable[[Any], None] | None = None
         self.on_pack: Callable[[int, int], None] | None = None
         self.result: StepResult | None = None
@@ -143,9 +143,9 @@ class PolicyModule(LightningModule):
         assert self.on_predict is not None, "the recipe defines a prediction"
         self.on_predict(batch)
 
-    def publish_weights(self) -> None:
-        """Send the weights to the engines. A collective of all ranks."""
-        publish(self.policy, version=self.trainer.global_step, to=self.publish)
+    def publish_weights(self) -> dict[str, float]:
+        """Send the weights to the engines; return the metrics of that. A collective of all ranks."""
+        return publish(self.policy, version=self.trainer.global_step, to=self.publish)
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -174,13 +174,14 @@ class PolicyModule(LightningModule):
         compiled = self._look_for_graphs()
         warn_of_mismatch(result, update=self.trainer.global_step)
         started = time.perf_counter()
+        published: dict[str, float] = {}
         try:
-            self.publish_weights()
+            published = self.publish_weights()
         finally:  # an update that no engine took happened nevertheless, and its checkpoint has a row
             if result.stepped:
                 skipped = {"batch/skipped_updates": float(self.skipped_updates)}
                 spent = {"time/publish_s": time.perf_counter() - started}
-                self._log(metrics_of(result) | spent | dict(batch.facts) | skipped | compiled)
+                self._log(metrics_of(result) | published | spent | dict(batch.facts) | skipped | compiled)
 
     @property
     def learner(self) -> Learner:

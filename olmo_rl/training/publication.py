@@ -11,13 +11,14 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from olmo_rl.config import Config, PublicationKind
+from olmo_rl.config import Config, OnGap, PublicationKind
 from olmo_rl.hf.writing import buckets, export_read, is_single_file, written_dtype
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.sharded import ParameterReader, Read, whole_weights
 from olmo_rl.policy.weights import save_weights
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.wire import RouteAxis
+from olmo_rl.training.engine_agreement import EngineAgreement
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
@@ -39,8 +40,9 @@ class LocalPublication:
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
 
-    def __call__(self, decoder: nn.Module, version: int) -> None:
+    def __call__(self, decoder: nn.Module, version: int) -> dict[str, float]:
         self._engine.publish(whole_weights(decoder), version)
+        return {}
 
 
 class Publication:
@@ -61,8 +63,10 @@ class Publication:
         self._directory = (Path(config.run_dir) / "published").resolve()
         self._dtype = written_dtype(config.export)
         self._reader: ParameterReader | None = None
+        self._agreement = EngineAgreement(remote, config=config, strategy=strategy)
 
-    def __call__(self, decoder: nn.Module, version: int) -> None:
+    def __call__(self, decoder: nn.Module, version: int) -> dict[str, float]:
+        """Publish, then compare; the metrics of the comparison."""
         if self._reader is None:
             self._reader = ParameterReader(decoder, meet=self._strategy.meet)
         reader = self._reader
@@ -74,6 +78,9 @@ class Publication:
         versions = self._strategy.from_rank_zero(lambda: self._remote.versions)
         if self._strategy.global_rank > 0:
             self._remote.adopt(path, version, versions=versions)
+        if self._config.rollouts.on_gap is OnGap.ignore:
+            return {}
+        return self._agreement(decoder, version)
 
     def _publish(self, reader: ParameterReader, read: Read, *, version: int) -> str | None:
         """On rank 0: the path of what engines have now, None where it was broadcast."""

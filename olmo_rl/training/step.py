@@ -147,11 +147,16 @@ def run_step(step: Step, *, learner: Learner, update: int, skips_in_a_row: int) 
     )
 
 
-def publish(decoder: HybridDecoder, *, version: int, to: Callable[[HybridDecoder, int], None] | None) -> None:
-    """Send the weights of `version` to the engines, if there are any. A collective of all ranks."""
-    if to is not None:
-        note_phase("publish")
-        to(decoder, version)
+def publish(
+    decoder: HybridDecoder, *, version: int, to: Callable[[HybridDecoder, int], dict[str, float]] | None
+) -> dict[str, float]:
+    """Send the weights of `version` to the engines, if there are any; return the metrics of that. A
+    collective of all ranks.
+    """
+    if to is None:
+        return {}
+    note_phase("publish")
+    return to(decoder, version)
 
 
 def score_step(step: Step, *, learner: Learner) -> tuple[Tensor, ...]:
