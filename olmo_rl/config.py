@@ -35,6 +35,7 @@ Recipe = Enum(
         "score": "score",
         "plan": "plan",
         "validate": "validate",
+        "check": "check",
         "export": "export",
         "serve": "serve",
         "upcycle": "upcycle",
@@ -61,6 +62,10 @@ RECIPES: dict[Recipe, RecipeEntry] = {
     ),
     Recipe.validate: RecipeEntry(
         entry="recipes.validate:run", doc="report every invalid setting and file at once, before weights load"
+    ),
+    Recipe.check: RecipeEntry(
+        entry="recipes.check:run",
+        doc="this machine and every engine: whether they have what training needs, as a table",
     ),
     Recipe.export: RecipeEntry(
         entry="recipes.export:run", doc="weights of a run as a Hugging Face directory"
@@ -1177,8 +1182,8 @@ class Config:
 
     @property
     def trains(self) -> bool:
-        """Whether the recipe is a training run; recipe=validate is judged as one."""
-        return self.recipe in (Recipe.train, Recipe.sft, Recipe.validate)
+        """Whether the recipe is a training run; validate and check are judged as one."""
+        return self.recipe in (Recipe.train, Recipe.sft, Recipe.validate, Recipe.check)
 
     @property
     def reads_prompts(self) -> bool:

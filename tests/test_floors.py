@@ -32,6 +32,7 @@ FLOORS = {
     "olmo_rl.chosen_checkpoint": 0,
     "olmo_rl.numbered_runs": 0,
     "olmo_rl.planning": 1,
+    "olmo_rl.checks": 0,
     "olmo_rl.complete_files": 0,
     "olmo_rl.data": 1,
     "olmo_rl.tasks": 1,
