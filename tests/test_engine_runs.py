@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,11 @@ def altered(path: str) -> dict[str, Tensor]:
 
 
 def test_an_engine_that_has_the_weights_agrees_after_every_publication(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Training that waits for it long is noted once, with the numbers."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("olmo_rl.collections.sources.STARVING_SECONDS", 0.0)
     server = server_of(local_engine())
     server.load = read_weights
     with listening(server.application()) as url:
@@ -101,6 +104,9 @@ def test_an_engine_that_has_the_weights_agrees_after_every_publication(
     gaps = [row["mismatch/published"] for row in rows]
     print(f"mean differences after publication: {gaps}")
     assert max(gaps) < 1e-4
+    noted = re.findall(r"training waited \d+ s for 8 answers of 1 engines", capsys.readouterr().out)
+    assert len(noted) == 1
+    assert all(row["rollouts/wait_s"] > 0 for row in rows)
 
 
 def test_an_engine_with_other_weights_is_refused_before_they_are_trained_on_or_warned_of(

@@ -8,6 +8,7 @@ collectives.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from olmo_rl.tasks.problems import Problem
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Collection, Sample, Sampling
+
+STARVING_SECONDS = 60.0
 
 
 class RolloutSource(Protocol):
@@ -99,14 +102,17 @@ class GeneratingSource:
         self._strategy = strategy
         self._layout = config.model.expert_layout
         self._ahead: Asked | None = None
+        self._noted_starving = False
 
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
         key = (index, attempt, groups)
         asked = self._ahead
         if asked is None or asked.key != key:
             asked = self._ask(key)
+        began = time.monotonic()
         if asked.answered is not None:
             self._strategy.meet(asked.answered)
+        waited = time.monotonic() - began
         parts = together(self._strategy.gather_objects(outcome(lambda: self._judged(asked))))
         by_id = {sample.id: sample for mine, _ in parts for sample in mine}
         collection = Collection(
@@ -117,6 +123,9 @@ class GeneratingSource:
             sampling=sampling_of(self._config.rollouts),
             counts={name: sum(counts[name] for _, counts in parts) for name in parts[0][1]},
         )
+        if asked.answered is not None:
+            collection.counts["rollouts/wait_s"] = waited
+            collection.notes += self._starving(asked, waited=waited)
         if attempt == 0 and self._looks_ahead:
             self._ahead = self._ask((index + 1, 0, groups))
         return collection
@@ -135,6 +144,19 @@ class GeneratingSource:
             for name, count in self._task.counts.items()
         }
         return samples, counted | ({} if asked.counts is None else asked.counts.metrics())
+
+    def _starving(self, asked: Asked, *, waited: float) -> tuple[str, ...]:
+        """A note, once, where training waits for engines."""
+        if waited < STARVING_SECONDS or self._noted_starving:
+            return ()
+        self._noted_starving = True
+        rollouts = self._config.rollouts
+        flight = rollouts.concurrency * self._strategy.world_size
+        return (
+            f"collection {asked.key[0]}: training waited {waited:.0f} s for {len(asked.requests)} answers of "
+            f"{len(rollouts.urls)} engines, up to {flight} requests in flight: add engines, raise "
+            "rollouts.concurrency, or let rollouts.max_lag generate one collection ahead",
+        )
 
     @property
     def _looks_ahead(self) -> bool:

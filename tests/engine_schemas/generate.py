@@ -135,6 +135,8 @@ def closed(schema: Any) -> Any:
         for key, value in schema.items()
         if key not in ("description", "default", "title", "deprecated")
     }
+    if "anyOf" in out:  # members of a union come in any order
+        out["anyOf"] = sorted(out["anyOf"], key=lambda member: json.dumps(member, sort_keys=True))
     if "properties" in schema:
         out["additionalProperties"] = False
     return out
