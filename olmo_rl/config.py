@@ -548,7 +548,7 @@ class RolloutsConfig:
     )
     engine_ranks: int = key(
         1,
-        "publication=collective: GPUs of one engine, tp x dp of SGLang",
+        "publication=collective: GPUs of one engine, tp x dp",
         min=1,
         needs=Needs(
             lambda c: c.rollouts.publication is PublicationKind.collective,

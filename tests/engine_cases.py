@@ -252,6 +252,12 @@ class StandIn:
             return web.json_response({"success": good}, status=200 if good else 400)
         if request.path == "/reset_prefix_cache":
             return web.json_response({"success": self.flushes})
+        transfer = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights")
+        if request.path in transfer:
+            return web.json_response({"message": "done"})
+        if request.path == "/finish_weight_update":
+            self.label = body["weight_version"]
+            return web.json_response({"message": "done"})
         good = request.path == "/resume" or request.query.get("mode") in ("keep", "wait", "abort")
         return web.json_response({"status": "ok"}, status=200 if good else 404)
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from bounds import BOUND_SECONDS
 from documents import ROOT, blocks
 from engine_cases import StandIn, client_of, listening, local_engine, server_of
 from engine_lies import answer_of
+from torch import Tensor
 
-from olmo_rl.config import Source
+from olmo_rl.config import PauseMode, PublicationKind, Source
 from olmo_rl.policy.engine import Request
+from olmo_rl.rollouts import vllm_transfer
+from olmo_rl.types import Refusal
 
 SCHEMAS = {
     path.stem: json.loads(path.read_text())
@@ -42,6 +49,22 @@ def test_schemas_are_of_two_versions_of_each_program_and_name_their_sources() ->
     for version, found in SCHEMAS.items():
         assert version.endswith(found["version"])
         assert all(len(digest) == 64 for digest in found["sources"].values())
+
+
+def test_the_versions_of_tokens_are_those_of_the_spans_and_the_sample_is_as_old_as_the_oldest() -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+        return answer_of(body) | {"metadata": {"weight_version": "4", "weight_versions": spans}}
+
+    program = StandIn(reply=reply, api=Source.sglang)
+    with listening(program.application()) as url, client_of(url, source=Source.sglang) as remote:
+        remote.publish("step-3", 3)
+        remote.publish("step-4", 4)
+        (answer,) = remote.probe([Request(id="a", tokens=[65])], max_new_tokens=4, seed=0).result(60)[url]
+    assert not isinstance(answer, str)
+    assert answer.token_versions is not None
+    assert answer.token_versions.tolist() == [3, 4]
+    assert answer.policy_version == 3
 
 
 @pytest.mark.parametrize("version", SCHEMAS)
@@ -99,6 +122,78 @@ def test_a_field_from_hearsay_fails(changes: dict[str, Any], version: str) -> No
     validate(body, version=version, name="CompletionResponse")
     with pytest.raises(jsonschema.ValidationError):
         validate(body | {"choices": [choice | changes]}, version=version, name="CompletionResponse")
+
+
+@dataclass
+class Sent:
+    """A group that nobody else is in."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors += tensors
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_weight_transfer_to_vllm_is_announced_in_the_words_of_its_own_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broadcasts themselves need two GPUs: not run."""
+    group = Sent()
+    monkeypatch.setattr(vllm_transfer.nccl, "unique_id", lambda: bytes(128))
+    monkeypatch.setattr(vllm_transfer, "joined", lambda *given, **settings: group)
+    program = StandIn(reply=answer_of)
+    buckets = [{"a.weight": torch.zeros(2, 3)}, {"b.weight": torch.zeros(4, dtype=torch.bfloat16)}]
+    with (
+        listening(program.application()) as url,
+        client_of(url, publication=PublicationKind.collective) as remote,
+    ):
+        remote.broadcast(buckets, 3)
+        remote.broadcast(buckets, 4)
+        assert remote.versions == {url: 4}
+    paths = [path for path, _ in program.calls]
+    once = ["/start_weight_update", "/update_weights", "/update_weights", "/finish_weight_update", "/resume"]
+    assert paths == ["/pause?mode=keep", "/init_weight_transfer_engine", *once, "/pause?mode=keep", *once]
+    found = SCHEMAS["vllm-0.32.0"]
+    for path, body in program.calls:
+        assert set(body or {}) <= set(found["routes"][path.partition("?")[0]]), path
+    bodies = [body for _, body in program.calls]
+    validate(bodies[1]["init_info"], version="vllm-0.32.0", name="NCCLWeightTransferInitInfo")
+    assert len(base64.b64decode(bodies[1]["init_info"]["nccl_unique_id_b64"])) == 128
+    infos = [body["update_info"] for path, body in program.calls if path == "/update_weights"]
+    for info in infos:
+        validate(info, version="vllm-0.32.0", name="NCCLWeightTransferUpdateInfo")
+    assert infos[1] == {"names": ["b.weight"], "dtype_names": ["bfloat16"], "shapes": [[4]]}
+    assert len(group.tensors) == 4
+
+
+def test_weight_transfer_to_an_older_vllm_is_refused_by_name() -> None:
+    assert "nccl_unique_id_b64" not in json.dumps(SCHEMAS["vllm-0.29.0"]["schemas"])
+    program = StandIn(reply=answer_of, program="0.29.0")
+    with (
+        listening(program.application()) as url,
+        client_of(url, publication=PublicationKind.collective) as remote,
+        pytest.raises(Refusal, match="nccl_unique_id_b64 .* needs vLLM 0.32.0 or newer"),
+    ):
+        remote.broadcast([{"a.weight": torch.zeros(2)}], 1)
+    assert program.calls == []
+
+
+@pytest.mark.parametrize("version", ["vllm-0.29.0", "vllm-0.32.0"])
+def test_every_control_call_to_vllm_has_parameters_of_its_route(version: str) -> None:
+    program = StandIn(reply=answer_of, program=version.partition("-")[2])
+    with listening(program.application()) as url:
+        for pause in PauseMode:
+            with client_of(url, pause=pause) as remote:
+                remote.publish("step-4", 4)
+    routes = SCHEMAS[version]["routes"]
+    for path, body in program.calls:
+        name, _, query = path.partition("?")
+        if name != "/collective_rpc":  # its method and keywords are those of the worker
+            given = set(body or {}) | {part.partition("=")[0] for part in query.split("&") if part}
+            assert given <= set(routes[name]), path
 
 
 def start_lines() -> dict[str, list[list[str]]]:

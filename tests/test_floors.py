@@ -84,7 +84,7 @@ WITH_TORCH = {  # the tensors of floor 1; files and weights of Hugging Face dire
 }
 USES_TORCH = {"torch", "lightning", "torchtitan", "fla", "triton", "safetensors.torch"}
 MAX_LINES = 400
-LONGER = {"olmo_rl/config.py": 1200}  # a table: every key with its description, read by section
+LONGER = {"olmo_rl/config.py": 1300}  # a table: every key with its description, read by section
 
 
 def module_name(path: Path) -> str:

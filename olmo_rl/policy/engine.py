@@ -48,7 +48,8 @@ class Request:
 class Generation:
     """A finished sequence: `tokens` int32 [T] with prompt and stop token, `logprobs` float32 of the generated
     tokens, `routes` [T-1, L, K] in the narrowest signed integer type (None for a dense model),
-    `finish_reason` stop | length.
+    `finish_reason` stop | length. `token_versions` int32, like `logprobs`: the weights that wrote each token,
+    None where that is not known; `policy_version` is the oldest.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Generation:
     routes: NDArray[np.integer] | None
     finish_reason: str
     policy_version: int
+    token_versions: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

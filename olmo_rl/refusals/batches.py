@@ -269,11 +269,13 @@ ROLLOUTS = (
         ),
     ),
     Rule(
-        keys="rollouts.publication rollouts",
-        refuses="vLLM receives broadcasts through its own communicator, which olmo_rl does not implement",
+        keys="rollouts.publication rollouts trainer",
+        refuses="vLLM receives broadcasts by NCCL, between GPUs alone",
         fix="choose rollouts.publication=directory, or rollouts=sglang",
         when=lambda c: (
-            c.rollouts.source is Source.vllm and c.rollouts.publication is PublicationKind.collective
+            c.rollouts.source is Source.vllm
+            and c.rollouts.publication is PublicationKind.collective
+            and c.trainer.accelerator == "cpu"
         ),
     ),
     Rule(

@@ -81,4 +81,5 @@ def generation_of(
         routes=None if routes is None or axis is None else axis.routed(routes),
         finish_reason=completion.finish_reason or "length",
         policy_version=min(versions),
+        token_versions=completion.token_versions,
     )

@@ -1,9 +1,9 @@
 """Weights by broadcast: rank 0 of the trainer and the ranks of one engine form a process group of their own.
 
-As SGLang 0.5 does it: `/init_weights_update_group` has an engine join, and every call of
+With SGLang 0.5, `/init_weights_update_group` has an engine join, and every call of
 `/update_weights_from_distributed` names tensors that rank 0 then broadcasts one by one, in that order. The
 group stands beside the trainer's own and beside the engine's: neither registers it. gloo where weights lie on
-CPU, NCCL on CUDA.
+CPU, NCCL on CUDA. The words of vLLM are in vllm_transfer.py.
 
 Refused, on the engine's side: a group that nobody opened, tensors of another model, another shape or dtype.
 """
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -89,35 +89,106 @@ def join(store: dist.Store, *, name: str, rank: int, world_size: int, device: to
     return WeightGroup(backend=backend, device=device)
 
 
+Call = tuple[str, dict[str, Any]]  # path and body of a POST
+
+
+class Group(Protocol):
+    """What rank 0 sends through."""
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Invitation:
+    """The `call` that has an engine join a group, and rank 0's own part, which blocks until all are there."""
+
+    name: str
+    call: Call
+    join: Callable[[], Group]
+
+
+class Words(Protocol):
+    """The calls of one program around a broadcast; None: it needs no such call."""
+
+    def invite(self, name: str, *, url: str, world_size: int, device: torch.device) -> Invitation: ...
+
+    def begin(self) -> Call | None: ...
+
+    def announce(self, name: str, tensors: Mapping[str, Tensor], *, version: int) -> Call: ...
+
+    def end(self, version: int) -> Call | None: ...
+
+
+class SglangWords:
+    """SGLang 0.5: a group of torch's own kind, met in a store of rank 0."""
+
+    def invite(self, name: str, *, url: str, world_size: int, device: torch.device) -> Invitation:
+        store, told = own_store(name, world_size=world_size)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        return Invitation(
+            name=name,
+            call=(
+                "/init_weights_update_group",
+                told | {"master_address": address_for(url), "backend": backend},
+            ),
+            join=partial(join, store, name=name, rank=0, world_size=world_size, device=device),
+        )
+
+    def begin(self) -> Call | None:
+        return None
+
+    def announce(self, name: str, tensors: Mapping[str, Tensor], *, version: int) -> Call:
+        return "/update_weights_from_distributed", {
+            "names": list(tensors),
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            "group_name": name,
+            "flush_cache": False,
+            "weight_version": str(version),
+        }
+
+    def end(self, version: int) -> Call | None:
+        del version
+        return None
+
+
 class Broadcaster:
     """The trainer's side: one group for each engine, made when it is first needed. `post` is a control call
     to an engine: address, path, body. `ranks`: of one engine.
     """
 
     def __init__(
-        self, post: Callable[[str, str, dict[str, Any]], Awaitable[Any]], *, device: torch.device, ranks: int
+        self,
+        post: Callable[[str, str, dict[str, Any]], Awaitable[Any]],
+        *,
+        words: Words,
+        device: torch.device,
+        ranks: int,
     ) -> None:
         self._post = post
+        self._words = words
         self._device = device
         self._world_size = 1 + ranks
-        self._groups: dict[str, tuple[str, WeightGroup]] = {}
+        self._groups: dict[str, tuple[str, Group]] = {}
         self._made = 0
 
     async def open(self, url: str) -> None:
-        """Have the engine at `url` join a group, unless it did."""
-        if url in self._groups:
-            return
+        """Have the engine at `url` join a group, unless it did, and expect tensors."""
+        if url not in self._groups:
+            await self._join(url)
+        await self._call(url, self._words.begin())
+
+    async def _join(self, url: str) -> None:
         self._made += 1
         name = f"olmo_rl-{os.getpid()}-{self._made}"
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
         try:
-            store, told = own_store(name, world_size=self._world_size)
-            body = told | {"master_address": address_for(url), "backend": backend}
+            invitation = self._words.invite(name, url=url, world_size=self._world_size, device=self._device)
         except (OSError, RuntimeError) as error:
             raise EngineFault(f"no group with it: {error}") from None
-        meeting = partial(join, store, name=name, rank=0, world_size=self._world_size, device=self._device)
-        calling = asyncio.ensure_future(self._post(url, "/init_weights_update_group", body))
-        joining = _in_thread(meeting)
+        calling = asyncio.ensure_future(self._post(url, *invitation.call))
+        joining = _in_thread(invitation.join)
         await asyncio.wait({calling, joining}, return_when=asyncio.FIRST_EXCEPTION)
         if not (calling.done() and joining.done()):
             # One failed. A meeting that nobody comes to ends by itself, and nobody waits for it.
@@ -128,16 +199,9 @@ class Broadcaster:
     async def send(self, url: str, tensors: Mapping[str, Tensor], *, version: int) -> None:
         """Announce tensors by the engine's names, then broadcast them."""
         name, group = self._groups[url]
-        body = {
-            "names": list(tensors),
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in tensors.values()],
-            "group_name": name,
-            "flush_cache": False,
-            "weight_version": str(version),
-        }
         sent = [tensor.to(self._device) for tensor in tensors.values()]
-        calling = asyncio.ensure_future(self._post(url, "/update_weights_from_distributed", body))
+        call = self._words.announce(name, tensors, version=version)
+        calling = asyncio.ensure_future(self._post(url, *call))
         sending = _in_thread(partial(group.broadcast, sent))
         await asyncio.wait({calling, sending}, return_when=asyncio.FIRST_EXCEPTION)
         if not sending.done():
@@ -146,6 +210,14 @@ class Broadcaster:
         elif not calling.done():
             calling.cancel()
         _outcome(calling, sending)
+
+    async def end(self, url: str, *, version: int) -> None:
+        """After the last tensor."""
+        await self._call(url, self._words.end(version))
+
+    async def _call(self, url: str, call: Call | None) -> None:
+        if call is not None:
+            await self._post(url, *call)
 
     def drop(self, url: str) -> None:
         """Forget an engine that failed: it joins a new group when it is back."""

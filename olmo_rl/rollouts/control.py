@@ -23,8 +23,8 @@ import httpx
 import torch
 from torch import Tensor
 
-from olmo_rl.config import PauseMode, RolloutsConfig, Source
-from olmo_rl.rollouts.collective import Broadcaster
+from olmo_rl.config import PauseMode, PublicationKind, RolloutsConfig, Source
+from olmo_rl.rollouts.collective import Broadcaster, SglangWords
 from olmo_rl.rollouts.exchange import (
     Deadline,
     EngineFault,
@@ -33,13 +33,20 @@ from olmo_rl.rollouts.exchange import (
     UnsupportedEngine,
     exchange,
 )
-from olmo_rl.rollouts.wire import version_of
+from olmo_rl.rollouts.versions import version_of
+from olmo_rl.rollouts.vllm_transfer import VllmWords
 
 CONTROL_TIMEOUT_SECONDS = 600.0  # reading a checkpoint of a large model takes minutes
 AT_ONCE_SECONDS = 5.0  # what any engine answers that is alive
 FLUSH_EVERY_SECONDS = 0.2
 OLDEST_VLLM = (0, 27, 1)
+OLDEST_TRANSFER = (0, 32, 0)
 OLDEST_SGLANG = (0, 5, 17)
+LACKS = {
+    OLDEST_VLLM: "/weight_info",
+    OLDEST_TRANSFER: "nccl_unique_id_b64 of /init_weight_transfer_engine",
+    OLDEST_SGLANG: "return_token_ids of /v1/completions",
+}
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -69,7 +76,13 @@ class Control:
         self._mode = config.pause
         self._client = client
         self._deadline = Deadline(0.0)
-        self._broadcaster = Broadcaster(self._broadcast_call, device=device, ranks=config.engine_ranks)
+        words = SglangWords() if self._sglang else VllmWords()
+        self._oldest = OLDEST_SGLANG if self._sglang else OLDEST_VLLM
+        if config.publication is PublicationKind.collective and not self._sglang:
+            self._oldest = OLDEST_TRANSFER
+        self._broadcaster = Broadcaster(
+            self._broadcast_call, words=words, device=device, ranks=config.engine_ranks
+        )
 
     async def held_version(self, engine: Engine) -> int | None:
         """The weight version of a healthy engine of a supported program, None where it was given none."""
@@ -115,14 +128,15 @@ class Control:
         except EngineFault:
             # Its weights may be of two versions: nothing under way may go on with them.
             with suppress(EngineFault):
-                abort = {"mode": PauseMode.abort.value}
-                await self._post(engine.url, "/pause_generation", abort, deadline=Deadline(AT_ONCE_SECONDS))
+                await self._pause_as(PauseMode.abort, engine, deadline=Deadline(AT_ONCE_SECONDS))
             await self._let_go(engine)
             raise
 
     async def end_broadcast(self, engine: Engine, *, version: int, deadline: Deadline) -> None:
         """Resume an engine that has all tensors: it serves `version` then."""
+        self._deadline = deadline
         try:
+            await self._broadcaster.end(engine.url, version=version)
             await self._complete(engine, version=version, deadline=deadline)
         except EngineFault:
             await self._let_go(engine)
@@ -160,14 +174,14 @@ class Control:
         if engine.supported:
             return
         reply = await self._at_once(engine, "/server_info" if self._sglang else "/version", deadline=deadline)
-        name, oldest = ("SGLang", OLDEST_SGLANG) if self._sglang else ("vLLM", OLDEST_VLLM)
+        name, oldest = "SGLang" if self._sglang else "vLLM", self._oldest
         word = _field(reply, "version")
         match = re.match(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})", word) if isinstance(word, str) else None
         if match is None:
             raise UnsupportedEngine(f"{reply.where}: {str(word)[:40]!r} is no version of {name}")
         if tuple(map(int, match.groups())) < oldest:
             needed = ".".join(map(str, oldest))
-            lacks = "return_token_ids of /v1/completions" if self._sglang else "/weight_info"
+            lacks = LACKS[oldest]
             raise UnsupportedEngine(f"{name} {word}: {lacks} needs {name} {needed} or newer")
         engine.supported = True
 
@@ -179,11 +193,14 @@ class Control:
     async def _pause(self, engine: Engine, *, deadline: Deadline) -> None:
         await self._probe(engine, deadline=deadline)
         engine.paused = True
+        await self._pause_as(self._mode, engine, deadline=deadline)
+
+    async def _pause_as(self, mode: PauseMode, engine: Engine, *, deadline: Deadline) -> None:
         if self._sglang:
-            mode = "in_place" if self._mode is PauseMode.keep else self._mode.value
-            await self._post(engine.url, "/pause_generation", {"mode": mode}, deadline=deadline)
+            word = "in_place" if mode is PauseMode.keep else mode.value
+            await self._post(engine.url, "/pause_generation", {"mode": word}, deadline=deadline)
         else:
-            await self._post(engine.url, f"/pause?mode={self._mode.value}", None, deadline=deadline)
+            await self._post(engine.url, f"/pause?mode={mode.value}", None, deadline=deadline)
 
     async def _resume(self, engine: Engine, *, deadline: Deadline) -> None:
         if self._sglang:

@@ -23,9 +23,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_rl.rollouts.versions import oldest_version, token_versions, version_of
 from olmo_rl.types import ExpertLayout, Refusal
-
-_LONGEST_VERSION = 20  # digits; such a version counts no steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +57,8 @@ class Completion:
     """One response: `prompt` int32 [P], `tokens` int32 [G], `logprobs` float32 [G] (NaN where the engine gave
     none), `routes` [T-1, L, K] with the engine's own layer axis, None where nothing was recorded.
     `policy_version`: the oldest weights that the engine reports to have written a token, None where it
-    reports none. `surplus_rows`: route rows behind the last token's, which no token needs and which were cut.
+    reports none; `token_versions` int32 [G]: those of each token, where it reports that. `surplus_rows`:
+    route rows behind the last token's, which no token needs and which were cut.
     """
 
     prompt: NDArray[np.int32]
@@ -67,6 +67,7 @@ class Completion:
     routes: NDArray[np.integer] | None
     finish_reason: str | None
     policy_version: int | None
+    token_versions: NDArray[np.int32] | None = None
     text: str | None = None
     surplus_rows: int = 0
 
@@ -132,25 +133,11 @@ def _choice(
         logprobs=_logprobs(_token_logprobs(logprobs), count=len(tokens), where=where),
         routes=routes,
         finish_reason=choice.get("finish_reason"),
-        policy_version=_oldest_version(choice, body=body, where=where),
+        policy_version=oldest_version(choice, body=body, where=where),
+        token_versions=token_versions(body, count=len(tokens)),
         text=choice.get("text"),
         surplus_rows=surplus,
     )
-
-
-def _oldest_version(choice: Mapping[str, Any], *, body: Mapping[str, Any], where: str) -> int | None:
-    """The oldest weights that wrote a token of `choice`; None where one of them is unknown."""
-    metadata = body.get("metadata")
-    metadata = metadata if isinstance(metadata, Mapping) else {}
-    given = choice.get("weight_version", body.get("weight_version", metadata.get("weight_version")))
-    spans = metadata.get("weight_versions")
-    if spans is None:
-        return version_of(given)
-    if not isinstance(spans, list) or not all(isinstance(span, Mapping) for span in spans):
-        raise Refusal(f"{where}: metadata.weight_versions is no list of spans")
-    versions = [version_of(given), *(version_of(span.get("version")) for span in spans)]
-    known = [version for version in versions if version is not None]
-    return min(known) if len(known) == len(versions) else None
 
 
 def _token_logprobs(logprobs: Mapping[str, Any]) -> Any:
@@ -193,17 +180,6 @@ def _generated(
         text=body.get("text"),
         surplus_rows=surplus,
     )
-
-
-def version_of(value: Any) -> int | None:
-    """A weight version as the number it is or spells; None for engines that were given no number."""
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, int):
-        return value
-    if not isinstance(value, str) or not value.isdecimal() or len(value) >= _LONGEST_VERSION:
-        return None
-    return int(value)
 
 
 def _prompt(answered: Any, *, sent: Sequence[int] | None, where: str) -> NDArray[np.int32]:

@@ -39,6 +39,8 @@ SOURCES = {
         ("entrypoints/serve/engine/protocol.py", ()),
         ("entrypoints/openai/engine/protocol.py", ()),
         ("entrypoints/openai/completion/protocol.py", COMPLETIONS),
+        ("distributed/weight_transfer/nccl_common.py", ("NCCLWeightTransferInitInfo",)),
+        ("distributed/weight_transfer/nccl_engine.py", ("NCCLWeightTransferUpdateInfo",)),
     ),
     "sglang": (
         ("srt/entrypoints/openai/protocol.py", COMPLETIONS),
@@ -47,6 +49,15 @@ SOURCES = {
 }
 
 
+# Routers of FastAPI, whose functions name the parameters of a call.
+ROUTERS = {
+    "vllm": (
+        "entrypoints/rl/online/api_router.py",
+        "entrypoints/serve/dev/rlhf/api_router.py",
+        "entrypoints/serve/dev/cache/api_router.py",
+    ),
+    "sglang": (),
+}
 # Where flags are declared: as strings of `add_argument`, or as fields from which the program derives them.
 FLAGS = {
     "vllm": (("engine/arg_utils.py", False), ("entrypoints/launchers/cli_args.py", True)),
@@ -74,6 +85,7 @@ def main(wheels: list[str]) -> None:
                     if title in space and isinstance(space[title], type):
                         schemas["schemas"][title] = closed(schema_of(space[title]))
             schemas["flags"] = flags_of(files, package=package)
+            schemas["routes"] = routes_of(files, package=package)
         target = Path(__file__).parent / f"{package}-{version}.json"
         target.write_text(json.dumps(schemas, indent=1, sort_keys=True) + "\n")
         print(target, sorted(schemas["schemas"]))
@@ -95,6 +107,24 @@ def flags_of(files: zipfile.ZipFile, *, package: str) -> list[str]:
                     ids = [name.id for name in names if isinstance(name, ast.Name)]
                     found |= {f"--{name.replace('_', '-')}" for name in ids if not name.startswith("_")}
     return sorted(found)
+
+
+def routes_of(files: zipfile.ZipFile, *, package: str) -> dict[str, list[str]]:
+    """The parameters of each POST route, by its path."""
+    found = {}
+    for path in ROUTERS[package]:
+        member = f"{package}/{path}"
+        if member not in files.namelist():
+            continue
+        for node in ast.walk(ast.parse(files.read(member))):
+            if not isinstance(node, ast.AsyncFunctionDef):
+                continue
+            for decorator in node.decorator_list:
+                if isinstance(decorator, ast.Call) and getattr(decorator.func, "attr", None) == "post":
+                    names = [argument.arg for argument in node.args.args if argument.arg != "raw_request"]
+                    assert isinstance(decorator.args[0], ast.Constant)
+                    found[decorator.args[0].value] = sorted(names)
+    return found
 
 
 def namespace() -> dict[str, Any]:

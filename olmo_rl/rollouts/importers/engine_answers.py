@@ -27,7 +27,8 @@ from olmo_rl.data.columns import converted
 from olmo_rl.data.json_lines import parse_line
 from olmo_rl.data.metadata import sampling_of
 from olmo_rl.rollouts.importers.foreign import ForeignSample, ReadOptions, located, text_of, unknown_fields
-from olmo_rl.rollouts.wire import Completion, RouteAxis, completions_of, version_of
+from olmo_rl.rollouts.versions import version_of
+from olmo_rl.rollouts.wire import Completion, RouteAxis, completions_of
 from olmo_rl.types import Kind, Refusal, Sampling
 
 RECORD = (

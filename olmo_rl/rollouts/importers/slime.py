@@ -31,7 +31,7 @@ from olmo_rl.rollouts.importers.foreign import (
     text_of,
     unknown_fields,
 )
-from olmo_rl.rollouts.wire import version_of
+from olmo_rl.rollouts.versions import version_of
 from olmo_rl.types import Kind, Refusal
 
 READ = (
