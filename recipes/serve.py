@@ -20,9 +20,9 @@ from olmo_rl.hf.writing import engine_pieces
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.policy.weights import parameter_shapes, read_weights
 from olmo_rl.rollouts.collective import Arrivals
-from olmo_rl.rollouts.server import EngineServer
-from olmo_rl.rollouts.server_sglang import SglangApi
-from olmo_rl.rollouts.server_vllm import VllmApi
+from olmo_rl.rollouts.serving.server import EngineServer
+from olmo_rl.rollouts.serving.sglang import SglangApi
+from olmo_rl.rollouts.serving.vllm import VllmApi
 from olmo_rl.rollouts.wire import RouteAxis
 from olmo_rl.types import Refusal
 

@@ -29,9 +29,9 @@ from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import parameter_shapes
 from olmo_rl.rollouts.collective import Arrivals
 from olmo_rl.rollouts.engines import RemoteEngine
-from olmo_rl.rollouts.server import EngineServer
-from olmo_rl.rollouts.server_sglang import SglangApi
-from olmo_rl.rollouts.server_vllm import VllmApi
+from olmo_rl.rollouts.serving.server import EngineServer
+from olmo_rl.rollouts.serving.sglang import SglangApi
+from olmo_rl.rollouts.serving.vllm import VllmApi
 from olmo_rl.rollouts.wire import RouteAxis
 
 MODEL = ModelConfig(

@@ -179,7 +179,8 @@ def test_the_loop_loses_nothing_and_reloads_once_a_publication(engine: Vllm, pau
     if pause != "abort":
         assert proxy.reasons["abort"] == proxy.left == counts["retried"] == 0
     else:
-        assert proxy.reasons["abort"] == counts["retried"], "each was asked again"
+        # Each was asked again; those of the collection that was ahead at the end stand in no row.
+        assert counts["retried"] <= proxy.reasons["abort"] <= counts["retried"] + SAMPLES
 
 
 def test_slow_and_wrong_answers_cost_retries(engine: Vllm) -> None:

@@ -5,7 +5,7 @@ the running batch, so every response has one version, and a failed update change
 client has left, and aborted ones, are dropped from the running batch. Until weights are there, completions
 answer 503.
 
-`server_vllm` and `server_sglang` have the routes and fields of the two programs; each accepts no more than
+`vllm` and `sglang` have the routes and fields of the two programs; each accepts no more than
 its program does, and fewer settings: one stop token, neutral top_k, min_p and penalties, no streams.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, LocalEngine, Request
 from olmo_rl.rollouts.collective import Arrivals
-from olmo_rl.rollouts.server_requests import (
+from olmo_rl.rollouts.serving.bodies import (
     MAX_BODY_BYTES,
     Asked,
     Sampling,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from olmo_rl.rollouts.server import MODEL_NAME, Answered, EngineServer
-from olmo_rl.rollouts.server_requests import json_object, word
+from olmo_rl.rollouts.serving.bodies import json_object, word
+from olmo_rl.rollouts.serving.server import MODEL_NAME, Answered, EngineServer
 from olmo_rl.types import Refusal
 
 VERSION = "0.32.0"

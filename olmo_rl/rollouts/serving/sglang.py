@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
-from olmo_rl.rollouts.server import MODEL_NAME, Answered, EngineServer
-from olmo_rl.rollouts.server_requests import flag, json_object, word
+from olmo_rl.rollouts.serving.bodies import flag, json_object, word
+from olmo_rl.rollouts.serving.server import MODEL_NAME, Answered, EngineServer
 from olmo_rl.types import Refusal
 
 VERSION = "0.5.23"
