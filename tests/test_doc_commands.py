@@ -31,7 +31,7 @@ ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 SINGLE = ("strategy=single", "trainer=cpu", "callbacks=quiet", "task.eval_problems=2")
 GENERATING = ("rollouts.group_size=4", "rollouts.max_new_tokens=2")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 METRICS = set(re.findall(r"`(\w+/\w+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
 WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in blocks(page))]
 
