@@ -109,7 +109,7 @@ def trained(run: Path) -> dict[int, list[str]]:
     for line in (run / "training_contract_rank0.jsonl").read_text().splitlines():
         event = json.loads(line) if line.endswith("}") else {}
         if event.get("event") == "packing":
-            found[event["global_step"]] = [id for pack in event["sample_ids"] for id in pack]
+            found[event["step"]] = [id for pack in event["sample_ids"] for id in pack]
     return found
 
 

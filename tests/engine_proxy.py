@@ -75,7 +75,7 @@ class Proxy:
         except httpx.HTTPError:
             assert request.transport is not None
             request.transport.abort()  # as if the engine had been asked itself
-            raise
+            return web.Response(status=502)  # which nobody receives
         body = answer.content
         if completion:
             self.statuses[answer.status_code] += 1
