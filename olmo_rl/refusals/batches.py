@@ -269,7 +269,7 @@ ROLLOUTS = (
         ),
     ),
     Rule(
-        keys="rollouts.publication rollouts trainer",
+        keys="rollouts.publication rollouts trainer.accelerator",
         refuses="vLLM receives broadcasts by NCCL, between GPUs alone",
         fix="choose rollouts.publication=directory, or rollouts=sglang",
         when=lambda c: (
