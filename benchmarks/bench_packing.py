@@ -17,11 +17,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bench_train import samples_of
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
 from olmo_rl.library import compose
 from olmo_rl.planning.synthetic import recorded_lengths
-from olmo_rl.types import Collection, ExpertLayout, Sample
+from olmo_rl.types import Collection, ExpertLayout
 
 SCALE = 8
 SAMPLES_PER_STEP = 128
@@ -73,22 +74,7 @@ def arm_config(arm: str, *, rollouts: Path, run_dir: str, updates: int) -> Confi
 def collection(step: int, *, layout: ExpertLayout) -> Collection:
     """`SAMPLES_PER_STEP` consecutive recorded lengths, scaled; the list repeats when it is used up."""
     lengths = np.maximum(2, recorded_lengths(LENGTHS, case="mbu_157_percent") // SCALE)
-    rng = np.random.default_rng(step)
-    samples = []
-    for i in range(SAMPLES_PER_STEP):
-        length = int(lengths[(step * SAMPLES_PER_STEP + i) % len(lengths)])
-        shape = (length - 1, len(layout.routed_layers), layout.num_experts)
-        samples.append(
-            Sample(
-                id=f"step{step}-{i}",
-                group=f"step{step}-group{i // 8}",
-                tokens=rng.integers(0, 256, length).astype(np.int32),
-                response_mask=np.arange(length) >= length // 2,
-                behavior_logprobs=np.full(length, -5.5, dtype=np.float32),
-                reward=float(rng.integers(0, 2)),
-                routes=rng.random(shape).argsort(-1)[..., : layout.top_k].astype(np.int16),
-            )
-        )
+    samples = list(samples_of(lengths, step=step, count=SAMPLES_PER_STEP, layout=layout))
     return Collection(samples=samples, layout=layout, source="scaled recorded lengths")
 
 

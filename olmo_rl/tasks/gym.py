@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import tokenize
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +15,14 @@ from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS, create_dataset
 
 from olmo_rl.config import TaskConfig
-from olmo_rl.tasks.problems import HELD_OUT_SEED, Problem, in_rounds, refuse_unknown, take_held_out
+from olmo_rl.tasks.problems import (
+    HELD_OUT_SEED,
+    MadeOnDemand,
+    Problem,
+    in_rounds,
+    refuse_unknown,
+    take_held_out,
+)
 from olmo_rl.types import Refusal
 
 # A generated dataset that gives nothing new this many times in a row is exhausted.
@@ -62,7 +68,7 @@ _UNSAFE = re.compile(
 )
 
 
-class GymTask:
+class GymTask(MadeOnDemand):
     """Any dataset of reasoning-gym, by name and parameters. The prompt is the question and a line break.
 
     A response is worth 1 where its answer (in the last `<answer>...</answer>`, else all of it; stripped) is
@@ -108,17 +114,6 @@ class GymTask:
             return float(self._judge.score_answer(answer, problem.entry) == 1.0)
         except _UNREADABLE:
             return 0.0
-
-    def check_references(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        return {}
-
-    @property
-    def size(self) -> int | None:
-        return None
 
     def _held_out_pool(self) -> list[Problem]:
         if self._reserved is None:

@@ -19,6 +19,7 @@ from olmo_rl.tasks.judging import build_judge, exact
 from olmo_rl.tasks.math_answers import reference_fault
 from olmo_rl.tasks.problems import (
     HELD_OUT_SEED,
+    MadeOnDemand,
     Problem,
     Task,
     in_rounds,
@@ -47,7 +48,7 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
             return JsonlTask(config, seed=seed)
 
 
-class AdditionTask:
+class AdditionTask(MadeOnDemand):
     """Sums of two numbers with `digits` digits each: `12+34=` -> `46`. Pairs are held out in both orders."""
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
@@ -71,17 +72,6 @@ class AdditionTask:
 
     def reward(self, problem: Problem, response: str) -> float:
         return exact(response, problem.answer)
-
-    def check_references(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        return {}
-
-    @property
-    def size(self) -> int | None:
-        return None
 
     def _pairs(self, count: int, *, held_out: bool, seeds: tuple[int, ...]) -> list[Problem]:
         """Up to `count` different pairs of one side."""

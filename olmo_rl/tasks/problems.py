@@ -78,6 +78,21 @@ class Task(Protocol):
         ...
 
 
+class MadeOnDemand:
+    """Defaults of tasks that draw their problems and judge them without code of users."""
+
+    def check_references(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return {}
+
+    @property
+    def size(self) -> int | None:
+        return None
+
+
 def demonstration(problem: Problem, *, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the reference answer with the end of sequence behind it."""
     return tokenizer.encode(problem.prompt), [*tokenizer.encode(problem.answer), tokenizer.eos_id]
