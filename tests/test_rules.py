@@ -56,7 +56,6 @@ EXAMPLES = {
     "the budget of a pack": "packing.max_tokens=8",
     "rows of the budget are": "packing.pad_to_multiple_of=48",
     "a token that the model": "packing.pad_to_budget=true packing.pad_id=259",
-    "rows that samples share are": "packing=trees packing.pad_to_budget=true",
     "the planner adds up loads": "packing=trees balance=anneal",
     "this recipe does not know": "packing=trees recipe=plan",
     "rows that samples share run": "packing=trees policy.compile=true",

@@ -34,6 +34,7 @@ from olmo_rl.data.collate import collate, count_normalisers
 from olmo_rl.data.packs import Pack, PackContext, RouteMode, RouteTrace
 from olmo_rl.planning.forest import Forest
 from olmo_rl.planning.loads import tail_routes
+from olmo_rl.planning.schedule import shared_loads
 from olmo_rl.planning.sharing import find_sharing, grow
 from olmo_rl.policy import attention, delta_rule, kda, loss, moe
 from olmo_rl.policy.hybrid import HybridDecoder
@@ -41,7 +42,7 @@ from olmo_rl.policy.logprobs import LogprobRequest
 from olmo_rl.policy.loss import ScoredSlots, policy_loss
 from olmo_rl.policy.moe import RouterTotals, routed_length, router_losses
 from olmo_rl.training.strategy import spread
-from olmo_rl.types import Sample, Topology
+from olmo_rl.types import Padding, Sample, Topology
 
 MODEL = tiny_config()
 LAYOUT = MODEL.expert_layout
@@ -177,8 +178,9 @@ def context_of_forest(forest: Forest) -> PackContext:
     )
 
 
-def tree_of(samples: Sequence[Sample], *, replay: bool = True) -> Pack:
-    return collate(samples, layout=LAYOUT if replay else None, topology=ONE, share=True)
+def tree_of(samples: Sequence[Sample], *, replay: bool = True, multiple: int = 1) -> Pack:
+    padding = Padding(multiple_of=multiple)
+    return collate(samples, layout=LAYOUT if replay else None, topology=ONE, padding=padding, share=True)
 
 
 def one_by_one(samples: Sequence[Sample], *, replay: bool = True) -> list[Pack]:
@@ -268,6 +270,37 @@ def test_six_samples_give_the_loss_and_the_gradients_of_one_by_one(config: LossC
     (ours, our_gradients), (theirs, their_gradients) = found
     assert abs(float(ours.detach() - theirs.detach())) < 1e-12 * max(1.0, abs(float(theirs.detach())))
     assert distance(our_gradients, their_gradients) < 1e-10
+
+
+def test_pads_repeat_beginnings_of_paths_and_change_no_gradient() -> None:
+    samples, decoder = six(), decoder_of()
+    bare, padded = tree_of(samples), tree_of(samples, multiple=18)
+    assert padded.shared is not None
+    assert (padded.num_rows, padded.real_rows, padded.real_tokens) == (18, 10, 22)
+    assert padded.row_tokens.tolist() == [*bare.row_tokens.tolist(), *SIX[0], *SIX[1]]
+    context = padded.context(mode=RouteMode.replay)
+    assert context.positions[10:].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert context.forest.parents[-2:] == (-1, -1)
+    assert padded.routes is not None
+    assert np.array_equal(padded.routes[10:14], samples[0].routes[:4])
+    assert padded.recorded_rows == bare.recorded_rows
+    ours, theirs = (
+        gradients(decoder, loss_of(decoder, [pack], samples=samples, config=GRPO)) for pack in (padded, bare)
+    )
+    assert distance(ours, theirs) < 1e-10
+
+
+def test_loads_of_shared_rows_are_those_of_the_routes_that_the_pack_holds() -> None:
+    topology = Topology(4, 4)
+    for multiple in (1, 18):
+        pack = collate(
+            six(), layout=LAYOUT, topology=topology, padding=Padding(multiple_of=multiple), share=True
+        )
+        assert pack.routes is not None
+        found = shared_loads(six(), layout=LAYOUT, topology=topology, padding=Padding(multiple_of=multiple))
+        owners = pack.routes // (LAYOUT.num_experts // 4)
+        for destination in range(4):
+            assert found[destination].tolist() == (owners == destination).sum((0, 2)).tolist()
 
 
 @st.composite
@@ -461,7 +494,7 @@ def test_an_update_on_trees_is_the_update_on_flat_packs_and_reports_its_rows(tmp
     for kind, budget in ((PackingKind.consecutive, 64), (PackingKind.trees, 64), (PackingKind.trees, 12)):
         directory = tmp_path / f"{kind.value}-{budget}"
         write_files(directory, [samples])
-        packing = PackingConfig(kind=kind, max_tokens=budget)
+        packing = PackingConfig(kind=kind, max_tokens=budget, pad_to_budget=budget == 12)
         runs[kind, budget] = fit(config_of(directory, packing=packing, loss=GSPO), double=True)
     flat = runs.pop((PackingKind.consecutive, 64))
     for (_, budget), run in runs.items():
@@ -470,8 +503,11 @@ def test_an_update_on_trees_is_the_update_on_flat_packs_and_reports_its_rows(tmp
         assert row["loss/total"] == pytest.approx(flat.rows[0]["loss/total"], rel=1e-9)
         assert row["replay/overlap"] > 0
         assert run.events("replay")[0]["mismatches"] == 0
-        assert (event["real_tokens"], event["padded_tokens"]) == (63, row["packing/rows"])
+        rows = row["packing/rows"] if budget == 64 else 12 * event["packs"]
+        assert (event["real_tokens"], event["padded_tokens"]) == (63, rows)
         assert event["max_pack_tokens"] <= budget
+        assert event["fill"] == row["packing/rows"] / (budget * event["packs"])
+        assert row["packing/fill"] == pytest.approx(event["fill"])
         assert row["packing/sharing"] == pytest.approx(63 / row["packing/rows"])
         assert row["packing/unshared_routes"] == 0
         ratio = row["throughput/real_tokens_per_second"] / row["throughput/rows_per_second"]

@@ -174,6 +174,7 @@ class OpenCollection:
                 layout=layout,
                 topology=topology,
                 layer_stride=self._config.balance.layer_stride,
+                padding=self._config.padding,
             )
         elif planned.loads is not None and layout is not None and topology.ep_degree > 1:
             forecast = Forecast.of(

@@ -233,7 +233,10 @@ def _find(
         topology=topology,
         balance=config.balance,
         seconds=config.balance.seconds / collection_steps if shared else None,
-        pads=Pads.of(
+        # Plans of shared rows count these themselves.
+        pads=None
+        if sharing is not None
+        else Pads.of(
             samples,
             padding=config.padding,
             topology=topology,

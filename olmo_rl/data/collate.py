@@ -59,7 +59,9 @@ def collate(
         placeholders=tuple(sample.has_placeholders for sample in samples),
     )
     if share:
-        _share_rows(pack, samples=samples)
+        _share_rows(pack, samples=samples, padding=padding)
+        if pack.shared is not None:
+            return pack
     return pad_pack(pack, padding=padding, layout=layout, topology=topology)
 
 
@@ -72,8 +74,6 @@ def pad_pack(pack: Pack, *, padding: Padding, layout: ExpertLayout | None, topol
     rows = padding.rows(pack.real_tokens)
     if rows == len(pack):
         return pack
-    if pack.shared is not None:
-        raise ValueError("rows that samples share are not padded")
     if len(pack) != pack.real_tokens:
         raise ValueError(f"a pack of {len(pack)} rows was padded before, now to {rows}: pad it once")
     lengths = [b - a for a, b in zip(pack.boundaries, pack.boundaries[1:], strict=False)]
@@ -103,13 +103,14 @@ def pad_pack(pack: Pack, *, padding: Padding, layout: ExpertLayout | None, topol
     )
 
 
-def _share_rows(pack: Pack, *, samples: Sequence[Sample]) -> None:
-    """Let the pack's tokens lie on as few rows as `samples` need; nothing changes where none are shared.
+def _share_rows(pack: Pack, *, samples: Sequence[Sample], padding: Padding) -> None:
+    """Let the pack's tokens lie on as few rows as `samples` need, and pad these; nothing changes where none
+    are shared.
 
     Raises ValueError where two rows have the same key but other experts: the hash of experts then failed.
     """
     replayed = pack.routes is not None
-    laid = lay(samples, replayed=replayed)
+    laid = lay(samples, replayed=replayed, padding=padding)
     forest, row_of, first, recorded = laid.forest, laid.row_of, laid.first, laid.recorded
     if not forest.branches:
         return
@@ -131,8 +132,9 @@ def _share_rows(pack: Pack, *, samples: Sequence[Sample]) -> None:
         first=torch.from_numpy(first),
         heads=torch.from_numpy(scored[head]),
         head_of=torch.from_numpy(head_of.reshape(-1)),
+        real_rows=laid.real_rows,
         recorded_rows=len(np.unique(row_of[recorded])),
-        unshared_routes=forest.boundaries[-1] - by_tokens.rows(0, len(samples)),
+        unshared_routes=laid.real_rows - by_tokens.rows(0, len(samples)),
     )
 
 

@@ -160,10 +160,11 @@ class PackContext:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedRows:
     """How the T tokens of a pack lie on R rows. `forest`: its segments; `cu_seqlens` int32 [S+1]: their
-    boundaries; `row_of` int64 [T]: the row that reads each token; `first` int64 [R]: the first token that
-    each row reads. `heads` int64 [P]: scored tokens that differ in the row that predicts them or in the
-    token; `head_of` int64 [S]: which of them each scored token equals. `recorded_rows`: rows whose experts an
-    engine chose; `unshared_routes`: rows that would be shared if equal tokens had equal routes.
+    boundaries; `row_of` int64 [T]: the row that reads each token; `first` int64 [R]: a token that each row
+    reads. Rows from `real_rows` on are pads: roots that repeat beginnings of paths. `heads` int64 [P]: scored
+    tokens that differ in the row that predicts them or in the token; `head_of` int64 [S]: which of them each
+    scored token equals. `recorded_rows`: rows whose experts an engine chose; `unshared_routes`: rows that
+    would be shared if equal tokens had equal routes.
     """
 
     forest: Forest
@@ -172,6 +173,7 @@ class SharedRows:
     first: Tensor
     heads: Tensor
     head_of: Tensor
+    real_rows: int
     recorded_rows: int
     unshared_routes: int
 
@@ -222,6 +224,11 @@ class Pack:
     def num_rows(self) -> int:
         """Rows that the model computes, pads included."""
         return len(self) if self.shared is None else self.shared.forest.boundaries[-1]
+
+    @property
+    def real_rows(self) -> int:
+        """Rows that are not pads."""
+        return self.real_tokens if self.shared is None else self.shared.real_rows
 
     @property
     def recorded_rows(self) -> int:
@@ -282,7 +289,7 @@ class Pack:
             cu_seqlens=self.cu_seqlens if shared is None else shared.cu_seqlens,
             boundaries=boundaries,
             max_seqlen=max(b - a for a, b in zip(boundaries, boundaries[1:], strict=False)),
-            real_tokens=self.real_tokens if shared is None else boundaries[-1],
+            real_tokens=self.real_rows,
             mode=mode,
             routes=routes,
             trace=trace,

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forest:
     """`lengths` [S] rows of each segment; `parents` [S], -1 for a root, below the segment's own index;
-    `leaves` [N]: the segment in which each sample ends, an inner one where another sample goes on.
+    `leaves` [N]: the segment in which each sample ends, an inner one where another sample goes on. Pads are
+    roots in which no sample ends.
     """
 
     lengths: tuple[int, ...]

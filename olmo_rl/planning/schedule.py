@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceConfig
-from olmo_rl.planning.loads import collection_loads, tail_routes
+from olmo_rl.planning.loads import collection_loads, placeholder_routes, tail_routes
 from olmo_rl.planning.objective import Bounds, Work, destination_loads, gap, lower_bounds, measure
-from olmo_rl.planning.pads import Pads, PadWork
+from olmo_rl.planning.pads import Pads, PadWork, stripes
 from olmo_rl.planning.sharing import Sharing, lay
-from olmo_rl.types import ExpertLayout, PackPlan, Sample, Topology
+from olmo_rl.types import NO_PADDING, ExpertLayout, PackPlan, Padding, Sample, Topology
 
 _NAMED = 8  # destinations that a mismatch names
 
@@ -148,23 +148,37 @@ def placement_floor(loads: NDArray[np.int32]) -> float:
     return float(total.max(axis=0).sum() / total.mean(axis=0).sum())
 
 
-def shared_loads(samples: Sequence[Sample], *, layout: ExpertLayout, topology: Topology) -> NDArray[np.int64]:
+def shared_loads(
+    samples: Sequence[Sample],
+    *,
+    layout: ExpertLayout,
+    topology: Topology,
+    padding: Padding = NO_PADDING,
+) -> NDArray[np.int64]:
     """int64 [E, L]: assignments to every destination from the rows of one pack of samples that share rows."""
-    laid = lay(samples, replayed=True)
+    laid = lay(samples, replayed=True, padding=padding)
     owner = topology.destinations(layout.num_experts)
     loads = np.zeros((topology.ep_degree, len(layout.routed_layers)), dtype=np.int64)
-    reads = np.zeros(len(laid.row_of), dtype=bool)
-    reads[laid.first] = True
-    start = 0
+    first = laid.first
+    if stripes([sample.has_placeholders for sample in samples]):
+        pads = placeholder_routes(len(first) - laid.real_rows, layout=layout, topology=topology)
+        _add_loads(loads, pads, owner=owner)
+        first = first[: laid.real_rows]
+    times, start = np.bincount(first, minlength=len(laid.row_of)), 0  # rows that take each token's routes
     for sample in samples:
         assert sample.routes is not None, "loads are counted from routes"
-        mine = reads[start : start + len(sample)]
-        start += len(sample)
         tail = tail_routes(sample.id, layout=layout, topology=topology)[None]
-        routes = np.concatenate([sample.routes[mine[:-1]], tail[: int(mine[-1])].astype(sample.routes.dtype)])
-        for layer in range(routes.shape[1]):
-            loads[:, layer] += np.bincount(owner[routes[:, layer]].ravel(), minlength=topology.ep_degree)
+        routes = np.concatenate([sample.routes.astype(np.int64), tail])
+        mine = times[start : start + len(sample)]
+        start += len(sample)
+        _add_loads(loads, routes.repeat(mine, axis=0), owner=owner)
     return loads
+
+
+def _add_loads(loads: NDArray[np.int64], routes: NDArray[np.integer], *, owner: NDArray[np.int64]) -> None:
+    """Count `routes` [rows, L, K] into `loads` [E, L], in place."""
+    for layer in range(loads.shape[1]):
+        loads[:, layer] += np.bincount(owner[routes[:, layer]].ravel(), minlength=len(loads))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -198,14 +212,15 @@ class Forecast:
         layout: ExpertLayout,
         topology: Topology,
         layer_stride: int,
+        padding: Padding = NO_PADDING,
     ) -> Forecast:
-        """Of packs whose samples share rows: every row counts once."""
+        """Of packs whose samples share rows: every row counts once, pads too."""
         cells = np.stack(
             [
                 [
-                    shared_loads([samples[i] for i in pack], layout=layout, topology=topology)[
-                        :, ::layer_stride
-                    ]
+                    shared_loads(
+                        [samples[i] for i in pack], layout=layout, topology=topology, padding=padding
+                    )[:, ::layer_stride]
                     for pack in rank
                 ]
                 for rank in plan.packs

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.planning.forest import Forest
-from olmo_rl.types import Sample
+from olmo_rl.planning.pads import pad_documents
+from olmo_rl.types import NO_PADDING, Padding, Sample
 
 # A row's token, and a hash of its experts: 0 where none are recorded, so that a sample that ends there sorts
 # directly before those that go on. Big-endian, because keys are compared as bytes.
@@ -141,23 +142,38 @@ class Laid:
     """How the T tokens of samples, one sample after the other, lie on R rows. `row_of` int64 [T]: the row
     that reads each token; `first` int64 [R]: the token whose routes the row takes, that of the first sample
     that has them recorded, else of the first of all; `recorded` bool [T]: tokens with recorded routes.
+    `real_rows`: rows from here on are pads, roots that repeat beginnings of paths; no token lies on them.
     """
 
     forest: Forest
     row_of: NDArray[np.int64]
     first: NDArray[np.int64]
     recorded: NDArray[np.bool_]
+    real_rows: int
 
 
-def lay(samples: Sequence[Sample], *, replayed: bool) -> Laid:
-    """The rows of one pack."""
+def lay(samples: Sequence[Sample], *, replayed: bool, padding: Padding = NO_PADDING) -> Laid:
+    """The rows of one pack of samples that share rows, pads included."""
     forest, paths = grow(find_sharing(samples, replayed=replayed))
     row_of = np.concatenate(paths)
     recorded = np.ones(len(row_of), dtype=bool)
     recorded[np.cumsum([len(sample) for sample in samples]) - 1] = not replayed
     tokens = np.concatenate([recorded.nonzero()[0], (~recorded).nonzero()[0]])
     _, found = np.unique(row_of[tokens], return_index=True)
-    return Laid(forest=forest, row_of=row_of, first=tokens[found], recorded=recorded)
+    first, real_rows = tokens[found], len(found)
+    spans = pad_documents(
+        [len(sample) for sample in samples],
+        rows=len(row_of) + padding.rows(real_rows) - real_rows,
+        placeholders=[sample.has_placeholders for sample in samples],
+    )
+    if spans:
+        forest = Forest(
+            lengths=(*forest.lengths, *(tokens for _, tokens in spans)),
+            parents=(*forest.parents, *(-1 for _ in spans)),
+            leaves=forest.leaves,
+        )
+        first = np.concatenate([first, *(first[paths[d][:tokens]] for d, tokens in spans)])
+    return Laid(forest=forest, row_of=row_of, first=first, recorded=recorded, real_rows=real_rows)
 
 
 def _segment_ends(sharing: Sharing) -> list[list[int]]:

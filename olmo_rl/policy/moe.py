@@ -207,7 +207,6 @@ def routed_rows(context: PackContext) -> RoutedRows:
 
 def _shared_rows(context: PackContext) -> RoutedRows:
     forest = context.forest
-    assert context.real_tokens == len(context.positions), "shared rows are not padded"
     cut = set(forest.leaves) if context.mode is RouteMode.replay else set()
     # A segment in which a document ends is a unit without its last row, and that row a unit of its own.
     lengths: list[int] = []

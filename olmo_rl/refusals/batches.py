@@ -131,12 +131,6 @@ PACKING = (
         when=lambda c: c.packing.pads and c.packing.pad_id >= c.model.vocab_size,
     ),
     Rule(
-        keys="packing packing.pad_to_multiple_of packing.pad_to_budget",
-        refuses="rows that samples share are not padded",
-        fix="leave rows as they are, or choose packing=consecutive",
-        when=lambda c: c.shares and c.packing.pads,
-    ),
-    Rule(
         keys="packing balance",
         refuses="the planner adds up loads of samples, and shared rows do not add up",
         fix="choose balance=none, or packing=consecutive",

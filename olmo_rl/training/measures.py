@@ -112,6 +112,7 @@ def measure_pack(
     drift = torch.zeros_like(gap) if scores is None else (logprobs - scores).abs().double()
     sums = terms | {
         "count/tokens": torch.tensor(float(pack.real_tokens)),
+        "count/rows": torch.tensor(float(pack.real_rows)),
         "count/padded_tokens": torch.tensor(float(pack.num_rows)),
         "count/scored": torch.tensor(float(len(slots.slots))),
         "count/packs": torch.tensor(1.0),
@@ -192,8 +193,7 @@ def _replay_sums(pack: Pack, *, trace: RouteTrace, num_experts: int) -> dict[str
     """
     rows = recorded_rows = mismatches = overlap = torch.zeros(())
     if pack.routes is not None and trace.overlap:
-        real = pack.real_tokens if pack.shared is None else pack.num_rows
-        rows = torch.tensor(float(real * len(pack.routed_layers)))
+        rows = torch.tensor(float(pack.real_rows * len(pack.routed_layers)))
         recorded = [
             count_assignments(pack.routes[:, i], num_experts=num_experts)
             for i in range(len(pack.routed_layers))

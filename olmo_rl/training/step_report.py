@@ -30,7 +30,7 @@ def metrics_of(result: StepResult) -> dict[str, float]:
     }
     if result.step.plan is not None and result.step.plan.rows is not None:
         metrics |= {
-            "throughput/rows_per_second": sums["count/padded_tokens"] / result.seconds,
+            "throughput/rows_per_second": sums["count/rows"] / result.seconds,
             "packing/unshared_routes": sums["count/unshared_routes"],
         }
     if "sum/gap" in sums:
@@ -97,7 +97,7 @@ def warn_of_mismatch(result: StepResult, *, update: int) -> None:
 
 def _packing(step: Step) -> dict[str, Any]:
     real = [pack.real_tokens for pack in step.packs]
-    filled = real if step.plan is None or step.plan.rows is None else [pack.num_rows for pack in step.packs]
+    filled = real if step.plan is None or step.plan.rows is None else [pack.real_rows for pack in step.packs]
     return {
         "samples": sum(len(pack.ids) for pack in step.packs),
         "packs": len(step.packs),
