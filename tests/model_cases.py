@@ -9,6 +9,7 @@ from torch import Tensor
 
 from olmo_rl.config import LayerType, ModelConfig
 from olmo_rl.data.packs import PackContext, RouteMode, RouteTrace
+from olmo_rl.planning.forest import Forest
 
 HYBRID = [
     LayerType.linear_attention,
@@ -63,6 +64,26 @@ def context_of(
         mode=mode,
         routes=routes,
         trace=trace,
+    )
+
+
+def context_of_forest(
+    forest: Forest, *, mode: RouteMode = RouteMode.live, routes: dict[int, Tensor] | None = None
+) -> PackContext:
+    """Rows that documents share."""
+    positions = [
+        torch.arange(start, start + length)
+        for start, length in zip(forest.prefix, forest.lengths, strict=True)
+    ]
+    return PackContext(
+        positions=torch.cat(positions),
+        cu_seqlens=torch.tensor(forest.boundaries, dtype=torch.int32),
+        boundaries=forest.boundaries,
+        max_seqlen=max(forest.lengths),
+        real_tokens=forest.boundaries[-1],
+        mode=mode,
+        routes=routes,
+        shared=forest,
     )
 
 

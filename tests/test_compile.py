@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from model_cases import context_of, random_routes, random_tokens, tiny_config
+from model_cases import context_of, context_of_forest, random_routes, random_tokens, tiny_config
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from training_cases import config_of, files, fit, write_files
@@ -31,6 +31,7 @@ from olmo_rl.config import (
     TrainerConfig,
 )
 from olmo_rl.data.packs import PackContext, RouteMode, RouteTrace
+from olmo_rl.planning.forest import Forest
 from olmo_rl.policy import titan
 from olmo_rl.policy.compiling import GraphLog, compile_regions, region
 from olmo_rl.policy.hybrid import HybridDecoder, require_context
@@ -78,9 +79,11 @@ def score(model: HybridDecoder, lengths: Sequence[int], *, seed: int) -> None:
         model(tokens, context(model.config, lengths, seed=seed))
 
 
-def train(model: HybridDecoder, lengths: Sequence[int], *, seed: int) -> tuple[Tensor, list[Tensor]]:
+def train(
+    model: HybridDecoder, lengths: Sequence[int], *, seed: int, pack: PackContext | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """A training pass over one pack: logits and gradients."""
-    pack = context(model.config, lengths, seed=seed)
+    pack = pack or context(model.config, lengths, seed=seed)
     tokens = random_tokens(model.config, tokens=sum(lengths), seed=seed)
     logits = model(tokens, pack).logits
     weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed))
@@ -123,6 +126,28 @@ def test_rows_of_twenty_lengths_compile_a_bounded_number_of_graphs_each_with_its
     assert by_region.keys() == {graph.region for graph in graphs if graph.reason == "first use"}
     reasons = [graph.reason for graph in graphs if graph.reason != "first use"]
     assert all("grad_mode" in reason or "size mismatch" in reason for reason in reasons)
+
+
+def test_trees_compile_nothing_after_packs_of_two_lengths() -> None:
+    """A flat pack and every tree run the same graphs, and a tree computes what it does uncompiled, up to the
+    bfloat16 of experts.
+    """
+    compiled, plain, counter = build(tiny_config()), build(tiny_config()), CompileCounter()
+    compile_regions(compiled, static_rows=False, backend=counter)
+    for seed, lengths in enumerate(([9, 8], [21, 3, 1])):
+        train(compiled, lengths, seed=seed)
+    first = counter.frame_count
+    forests = (
+        Forest(lengths=(20, 17, 1, 5, 3), parents=(-1, 0, 1, 1, -1), leaves=(2, 3, 4, 1)),
+        Forest(lengths=(3, 1, 1), parents=(-1, 0, 0), leaves=(1, 2)),
+    )
+    for forest in forests:
+        routes = random_routes(tiny_config(), tokens=forest.boundaries[-1], seed=4)
+        pack = context_of_forest(forest, mode=RouteMode.replay, routes=routes)
+        logits, _ = train(compiled, forest.lengths, seed=4, pack=pack)
+        expected, _ = train(plain, forest.lengths, seed=4, pack=pack)
+        assert difference(logits, expected) <= 2e-2
+    assert counter.frame_count == first
 
 
 def test_the_log_tells_why_a_graph_was_compiled_again() -> None:

@@ -58,7 +58,6 @@ EXAMPLES = {
     "a token that the model": "packing.pad_to_budget=true packing.pad_id=259",
     "the planner adds up loads": "packing=trees balance=anneal",
     "this recipe does not know": "packing=trees recipe=plan",
-    "rows that samples share run": "packing=trees policy.compile=true",
     "no rows that samples share under this attention": "packing=trees policy.attention=flash_2",
     "no rows that samples share under this backend": "packing=trees policy.linear_attention=fla",
     "the planner arranges packs, and": "balance=anneal packing=none",

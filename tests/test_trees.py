@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_cases import tiny_config
+from model_cases import context_of_forest, tiny_config
 from torch import Tensor
 from training_cases import config_of, fit, largest_difference, samples_of, write_files
 
@@ -160,21 +160,6 @@ def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(
         float((ours[name] - g).abs().max() / g.abs().max().clamp(min=1e-3 * scale))
         for name, g in theirs.items()
-    )
-
-
-def context_of_forest(forest: Forest) -> PackContext:
-    positions = [
-        torch.arange(start, start + length)
-        for start, length in zip(forest.prefix, forest.lengths, strict=True)
-    ]
-    return PackContext(
-        positions=torch.cat(positions),
-        cu_seqlens=torch.tensor(forest.boundaries, dtype=torch.int32),
-        boundaries=forest.boundaries,
-        max_seqlen=max(forest.lengths),
-        real_tokens=forest.boundaries[-1],
-        shared=forest,
     )
 
 

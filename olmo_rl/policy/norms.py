@@ -19,9 +19,9 @@ class RMSNorm(nn.RMSNorm):
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis: [..., D] -> [..., D]. `eps` is a number."""
 
     def forward(self, x: Tensor) -> Tensor:
-        composed = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if torch.is_inference_mode_enabled():
-            composed = False
+        if torch.compiler.is_compiling():  # first: no graph can ask for the mode
+            return super().forward(x)
+        composed = x.device.type == "cpu" and not torch.is_inference_mode_enabled()
         if composed and x.dtype in _EXACT and x.dtype is self.weight.dtype:
             return _RmsNorm.apply(x, self.weight, self.eps)
         return super().forward(x)

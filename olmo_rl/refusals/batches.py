@@ -144,12 +144,6 @@ PACKING = (
         when=lambda c: c.shares and c.recipe in (Recipe.sft, Recipe.plan),
         planning=True,
     ),
-    Rule(
-        keys="packing policy.compile",
-        refuses="rows that samples share run without compiled regions",
-        fix="set policy.compile=false, or choose packing=consecutive",
-        when=lambda c: c.shares and c.policy.compile,
-    ),
 )
 
 BALANCE = (
