@@ -103,14 +103,14 @@ def measure(config: Config) -> dict[str, float]:
 
 def train_quietly(config: Config) -> None:
     """One arm, without its closing table."""
-    from olmo_rl.library import run_recipe
+    from olmo_rl.library import run
 
     Path(config.run_dir).mkdir(parents=True)
     with open(Path(config.run_dir) / "out", "w") as out:
         import contextlib
 
         with contextlib.redirect_stdout(out):
-            run_recipe(config)
+            run(config)
 
 
 def report(results: dict[str, dict[str, float]]) -> Table:

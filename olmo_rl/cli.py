@@ -192,11 +192,12 @@ def execute(values: DictConfig, *, parent: int) -> None:
         )
     config = typed_config(values, run_dir="")
     config = replace(config, run_dir=run_directory(hydra, run_name=config.run_name))
-    with prepared(config) as config:
+    with prepared(config) as accepted:
+        config = accepted.config
         if _rank() == 0 and config.run_dir:
             keep_records(config, values=values, hydra=hydra)
         try:
-            run_recipe(config)
+            run_recipe(accepted)
         except Interrupted as end:
             restored = RESTORED in getattr(end, "__notes__", ())  # its checkpoints are those of another run
             raise SystemExit(_after_signal(config, code=cast(int, end.code), restored=restored)) from None

@@ -18,11 +18,14 @@ from olmo_rl.types import ExpertLayout, Padding
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeEntry:
-    """The function behind a recipe as `module:function`, and whether every rank of the job runs it."""
+    """The function behind a recipe as `module:function`, whether every rank of the job runs it, and whether
+    it takes what the preflight read (`inputs`).
+    """
 
     entry: str
     doc: str
     ranks: bool = False
+    reads: bool = False
 
 
 # A class body cannot bind the word `import`.
@@ -45,20 +48,27 @@ Recipe = Enum(
 
 RECIPES: dict[Recipe, RecipeEntry] = {
     Recipe.train: RecipeEntry(
-        entry="recipes.train:train", doc="GRPO: collect, plan, update, publish", ranks=True
+        entry="recipes.train:train", doc="GRPO: collect, plan, update, publish", ranks=True, reads=True
     ),
     Recipe.sft: RecipeEntry(
         entry="recipes.sft:train",
         doc="supervised updates on chat data or a task's answers, packed like GRPO",
         ranks=True,
+        reads=True,
     ),
     Recipe.rollout: RecipeEntry(
-        entry="recipes.rollout:generate", doc="generate collections and write them as files", ranks=True
+        entry="recipes.rollout:generate",
+        doc="generate collections and write them as files",
+        ranks=True,
+        reads=True,
     ),
-    Recipe.score: RecipeEntry(entry="recipes.score:score", doc="log-probs of recorded samples", ranks=True),
+    Recipe.score: RecipeEntry(
+        entry="recipes.score:score", doc="log-probs of recorded samples", ranks=True, reads=True
+    ),
     Recipe.plan: RecipeEntry(
         entry="recipes.plan:run",
         doc="packs and ranks of every update as table, JSON and picture; no GPU, no torch",
+        reads=True,
     ),
     Recipe.validate: RecipeEntry(
         entry="recipes.validate:run", doc="report every invalid setting and file at once, before weights load"

@@ -14,7 +14,7 @@ import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -46,6 +46,10 @@ from olmo_rl.types import Refusal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from olmo_rl.data.inputs import Inputs
+
+UPCYCLING = (Recipe.train, Recipe.sft, Recipe.rollout)  # recipes that may start from upcycled weights
 
 
 def compose(overrides: Sequence[str] = (), *, run_dir: str | Path | None = None) -> Config:
@@ -97,12 +101,22 @@ def run(config: Config) -> None:
         run_recipe(accepted)
 
 
-@contextmanager
-def prepared(config: Config) -> Iterator[Config]:
-    """Refuse an invalid configuration with every reason; own the run directory while a block runs. Yields the
-    configuration to run: with its run directory and the path of its checkpoint.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accepted:
+    """A configuration that nothing refuses, with its run directory and the path of its checkpoint; weights to
+    start from exist. `inputs`: what was read to know it, None where the recipe reads for itself.
+    """
 
-    Only rank 0 looks at the disk and chooses; the other ranks of a launcher's world get its choice.
+    config: Config
+    inputs: Inputs | None
+
+
+@contextmanager
+def prepared(config: Config) -> Iterator[Accepted]:
+    """Refuse an invalid job with every reason; own the run directory while a block runs.
+
+    One process of a job judges it, looks at the disk and chooses: this one, or rank 0 of a launcher's world,
+    whose verdict the other ranks await outside of any collective.
     """
     launched = RECIPES[config.recipe].ranks and launched_world(os.environ) > 1
     if not launched:
@@ -114,32 +128,37 @@ def prepared(config: Config) -> Iterator[Config]:
     if launched_rank(os.environ):
         if reasons := refusals(replace(config, run_dir="")):
             raise Refusal(reasons)
-        yield announced(config)
+        from olmo_rl.data.inputs import Inputs
+
+        found, facts = announced(config)
+        yield Accepted(config=found, inputs=Inputs.of_facts(facts))
         return
     with announcing(config) as announcement, _owned(config) as accepted:
-        announcement.settle(given=config, settled=accepted)
+        facts = {} if accepted.inputs is None else accepted.inputs.facts()
+        announcement.settle(given=config, settled=accepted.config, facts=facts)
         yield accepted
 
 
 @contextmanager
-def _owned(given: Config) -> Iterator[Config]:
+def _owned(given: Config) -> Iterator[Accepted]:
     """Choose and own the run directory for a block, after every refusal."""
     config, created = with_directory(given, environ=os.environ)
     try:
         with ExitStack() as stack:
-            config = _accepted(without_links(config), stack=stack)
+            accepted = _accepted(without_links(config), stack=stack)
+            config = accepted.config
             if config.run_dir and config.recipe in RUN_MARKS:
                 note_job(config.run_dir, environ=os.environ)
                 link_newest(Path(config.run_dir))
-            yield config
+            yield accepted
     finally:
         if created:
             removed_if_empty(Path(config.run_dir))
 
 
-def _accepted(config: Config, *, stack: ExitStack) -> Config:
-    """Return the configuration with its checkpoint settled, and own its run directory until `stack` ends.
-    Raises Refusal with every reason.
+def _accepted(config: Config, *, stack: ExitStack) -> Accepted:
+    """The verdict of the process that judges the job; `stack` holds the lease of the run directory. Raises
+    Refusal with every reason.
     """
     reasons: list[str] = []
     if config.run_dir and config.recipe in RUN_MARKS:
@@ -153,34 +172,54 @@ def _accepted(config: Config, *, stack: ExitStack) -> Config:
                     "ckpt_path=auto: the run in place is the one that an earlier overwrite=true was to "
                     "replace: give overwrite=true ckpt_path=null, or continue it with ckpt_path=last"
                 )
-    if config.recipe is not Recipe.validate:  # it reports these reasons together with those of the data
-        reasons.extend(refusals(config))
-    if config.recipe is not Recipe.validate and not reasons:
+    if config.recipe is Recipe.validate:  # it reports all reasons itself
+        if reasons:
+            raise Refusal(reasons)
+        return Accepted(config=settled(config), inputs=None)
+    reasons.extend(refusals(config))
+    if not reasons:
         reasons.extend(damaged_weights(config))
-    if RECIPES[config.recipe].ranks:
-        from olmo_rl.data.preflight import examine
+    from olmo_rl.data.preflight import examine
 
-        reasons = examine(config, reasons=reasons).reasons
-    if reasons:
+    findings = examine(config, reasons=reasons, keep=True)
+    if reasons := findings.reasons or faults_of_code(config):
         raise Refusal(reasons)
-    if RECIPES[config.recipe].ranks and config.upcycle.dense is not None:
-        from olmo_rl.policy.upcycling import refuse_misfits
+    config = settled(config)
+    if config.upcycle.dense is not None and config.recipe in UPCYCLING:
+        from olmo_rl.running.rank_process import ended_by_signals
+        from olmo_rl.running.upcycled import upcycled
 
-        refuse_misfits(config)
-    return settled(config)
+        with ended_by_signals():
+            config = upcycled(config)
+    return Accepted(config=config, inputs=findings.inputs)
 
 
-def run_recipe(config: Config) -> None:
+def faults_of_code(config: Config) -> list[str]:
+    """What a run would be refused for in callbacks, loggers and the dense model, where there are any: to see
+    it takes imports of seconds.
+    """
+    if config.recipe not in (*UPCYCLING, Recipe.upcycle, Recipe.validate):
+        return []
+    if not (config.callbacks.extra or config.logger.extra or config.upcycle.dense is not None):
+        return []
+    from olmo_rl.running.code_faults import code_faults
+
+    return code_faults(config)
+
+
+def run_recipe(accepted: Accepted) -> None:
     """Run the recipe of a valid configuration: on the ranks of this job, or here where it needs none."""
-    recipe = RECIPES[config.recipe]
+    config, recipe = accepted.config, RECIPES[accepted.config.recipe]
+    arguments = {"inputs": accepted.inputs} if recipe.reads and accepted.inputs is not None else {}
     with nullcontext() if launched_rank(os.environ) else replaced(config):
         if recipe.ranks:
+            from olmo_rl.running.rank_process import Named
             from olmo_rl.running.ranks import run_ranks
 
-            run_ranks(recipe.entry, config)
+            run_ranks(Named(name=recipe.entry, arguments=arguments), config)
         else:
             module, _, function = recipe.entry.partition(":")
-            getattr(importlib.import_module(module), function)(config)
+            getattr(importlib.import_module(module), function)(config, **arguments)
 
 
 def typed_config(values: DictConfig, *, run_dir: str) -> Config:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from olmo_rl.config import Config
-from olmo_rl.data.files import collection_paths, read_collection
+from olmo_rl.data.files import collection_paths
+from olmo_rl.data.inputs import Inputs
 from olmo_rl.planning.cost_model import read_cost_model
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.planning.pads import Pads
@@ -23,8 +24,10 @@ from olmo_rl.planning.synthetic import LONGEST, synthetic_collection
 from olmo_rl.types import Collection, Refusal, Sample, Topology
 
 
-def run(config: Config) -> None:
-    """Plan every optimizer step of every collection; nothing is written before all of them are planned."""
+def run(config: Config, *, inputs: Inputs | None = None) -> None:
+    """Plan every optimizer step of every collection; nothing is written before all of them are planned.
+    `inputs`: what the preflight read.
+    """
     topology = Topology(config.world_size, config.ep_degree)
     layout = config.model.expert_layout if config.policy.replay is not False else None
     compile_kernels(config.balance, layout=layout, topology=topology)
@@ -39,7 +42,7 @@ def run(config: Config) -> None:
     tail: list[str] = []
     notes: list[str] = []
     most = config.batch.steps_per_collection
-    for collection in read_collections(config):
+    for collection in read_collections(config, inputs=Inputs() if inputs is None else inputs):
         notes += collection.notes
         steps, rest = cut_into_steps(
             len(collection.samples),
@@ -96,19 +99,17 @@ def run(config: Config) -> None:
     print_report(planned, topology=topology, budget=budget, untouched_tail=tail, notes=notes)
 
 
-def read_collections(config: Config) -> Iterator[Collection]:
+def read_collections(config: Config, *, inputs: Inputs) -> Iterator[Collection]:
     """Every file of rollouts.path in name order; for a generating source one collection of the law."""
-    replay = config.policy.replay is not False
-    layout = config.model.expert_layout if replay else None
     if not config.generates:
         assert config.rollouts.path is not None, "refusals require rollouts.path for rollouts=files"
         for path in collection_paths(config.rollouts.path):
-            yield read_collection(path, require_routes=replay, layout=layout)
+            yield inputs.take(path, config=config)
         return
     assert config.batch.samples_per_step is not None, "refusals require a size for generating sources"
     yield synthetic_collection(
         config.batch.samples_per_step * config.batch.steps_per_collection,
-        layout=layout,
+        layout=config.model.expert_layout if config.policy.replay is not False else None,
         seed=config.seed,
         group_size=config.rollouts.group_size,
         longest=min(LONGEST, config.model.max_seq_len),

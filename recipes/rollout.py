@@ -12,20 +12,23 @@ from olmo_rl.collections.generation import build_parts
 from olmo_rl.collections.sources import GeneratingSource
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
+from olmo_rl.data.inputs import Inputs
 from olmo_rl.data.means import Mean, shown
 from olmo_rl.running.trainer import build_trainer
-from olmo_rl.running.upcycled import upcycled
 from olmo_rl.running.warm_start import warm_start
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
 
 
-def generate(config: Config) -> None:
-    """One rank, top to bottom: load weights, publish them to the engine, generate, write."""
-    config = warm_start(upcycled(config))
+def generate(config: Config, *, inputs: Inputs | None = None) -> None:
+    """One rank, top to bottom: load weights, publish them to the engine, generate, write. `inputs`: what the
+    preflight read.
+    """
+    problems = None if inputs is None else inputs.problems
+    config = warm_start(config, problems=problems)
     strategy = ExpertParallelStrategy(config)
-    local = build_parts(config, strategy=strategy)
+    local = build_parts(config, strategy=strategy, problems=problems)
     source = GeneratingSource(config, parts=local, strategy=strategy)
     directory = Path(config.run_dir) / "rollouts"
 

@@ -18,6 +18,7 @@ from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.sources import FileSource
 from olmo_rl.complete_files import complete_file
 from olmo_rl.config import Config
+from olmo_rl.data.inputs import Inputs
 from olmo_rl.data.means import Mean, shown
 from olmo_rl.data.packs import Pack, Step
 from olmo_rl.policy.loss import scored_slots
@@ -56,11 +57,13 @@ class Scores:
                 file.write(json.dumps(line) + "\n")
 
 
-def score(config: Config) -> None:
-    """One rank, top to bottom: `scores.jsonl` holds one line a scored sample."""
+def score(config: Config, *, inputs: Inputs | None = None) -> None:
+    """One rank, top to bottom: `scores.jsonl` holds one line a scored sample. `inputs`: what the preflight
+    read.
+    """
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=POLICY)
-    data = RolloutDataModule(config, source=FileSource(config))
+    data = RolloutDataModule(config, source=FileSource(config, inputs=inputs))
     scores = Scores()
 
     def score_step(step: Step) -> None:

@@ -14,35 +14,41 @@ from olmo_rl.collections.conversations import Conversations
 from olmo_rl.collections.supervised import SupervisedDataModule, SupervisedSource, TaskDemonstrations
 from olmo_rl.config import Config
 from olmo_rl.data.chat_files import ChatStream, open_chat
+from olmo_rl.data.inputs import Inputs
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.callbacks import ContractLog
 from olmo_rl.running.held_out_loss import HeldOutLoss
 from olmo_rl.running.trainer import fit
-from olmo_rl.running.upcycled import upcycled
 from olmo_rl.tasks.prompting import task_of
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import SUPERVISED
 from olmo_rl.training.strategy import ExpertParallelStrategy
 
 
-def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
-    """One rank, top to bottom. `watchers` see the hooks of Lightning beside our own callbacks."""
+def train(config: Config, *, inputs: Inputs | None = None, watchers: Sequence[Callback] = ()) -> None:
+    """One rank, top to bottom. `inputs`: what the preflight read; `watchers` see the hooks of Lightning
+    beside our own callbacks.
+    """
+    inputs = Inputs() if inputs is None else inputs
     checkpoint = resolve_checkpoint(config)
-    config = upcycled(config)
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=SUPERVISED)
     tokenizer = fitting_tokenizer(config.model)
     assert config.batch.samples_per_step is not None, "refusals require batch.samples_per_step for recipe=sft"
     data = SupervisedDataModule(
         config,
-        source=_source(config, tokenizer=tokenizer, strategy=strategy),
+        source=_source(config, inputs=inputs, tokenizer=tokenizer, strategy=strategy),
         samples_per_step=config.batch.samples_per_step,
     )
     contract = ContractLog(config.run_dir)
     held_out: list[Callback] = []
     if config.sft.eval_path is not None:
-        held_out.append(HeldOutLoss(config, tokenizer=tokenizer, contract=contract))
+        held_out.append(
+            HeldOutLoss(
+                config, tokenizer=tokenizer, contract=contract, files=inputs.chats.get("sft.eval_path")
+            )
+        )
     trainer, interrupted = fit(
         config,
         strategy=strategy,
@@ -58,13 +64,15 @@ def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
         raise SystemExit(EXIT_INTERRUPTED)
 
 
-def _source(config: Config, *, tokenizer: Tokenizer, strategy: ExpertParallelStrategy) -> SupervisedSource:
+def _source(
+    config: Config, *, inputs: Inputs, tokenizer: Tokenizer, strategy: ExpertParallelStrategy
+) -> SupervisedSource:
     sft = config.sft
     if sft.path is None:
-        task = task_of(config, tokenizer=tokenizer)
+        task = task_of(config, tokenizer=tokenizer, problems=inputs.problems)
         return TaskDemonstrations(config, task=task, tokenizer=tokenizer, strategy=strategy)
     stream = ChatStream(
-        open_chat(sft.path, config=sft, key="sft.path", split=sft.split),
+        inputs.chats.get("sft.path") or open_chat(sft.path, config=sft, key="sft.path", split=sft.split),
         seed=config.seed,
         shuffle_buffer=sft.shuffle_buffer,
         epochs=sft.epochs,

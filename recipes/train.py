@@ -14,17 +14,18 @@ from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.generation import RolloutParts, build_parts
 from olmo_rl.collections.sources import FileSource, GeneratingSource, RolloutSource
 from olmo_rl.config import Config
+from olmo_rl.data.inputs import Inputs
 from olmo_rl.data.means import shown
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.callbacks import ContractLog, Evaluation
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.reward_picture import draw_reward
 from olmo_rl.running.trainer import fit
-from olmo_rl.running.upcycled import upcycled
 from olmo_rl.running.warm_start import warm_start
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
+from olmo_rl.types import Refusal
 
 CLOSING_METRICS = (
     "reward/mean",
@@ -36,14 +37,21 @@ CLOSING_METRICS = (
 )
 
 
-def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
-    """One rank, top to bottom. `watchers` see the hooks of Lightning beside our own callbacks."""
+def train(config: Config, *, inputs: Inputs | None = None, watchers: Sequence[Callback] = ()) -> None:
+    """One rank, top to bottom. `inputs`: what the preflight read; `watchers` see the hooks of Lightning
+    beside our own callbacks.
+    """
+    inputs = Inputs() if inputs is None else inputs
     checkpoint = resolve_checkpoint(config)
-    config = warm_start(upcycled(config))
+    config = warm_start(config, problems=inputs.problems)
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=POLICY)
-    parts = build_parts(config, strategy=strategy) if config.generates else None
-    data = RolloutDataModule(config, source=_source(config, parts=parts, strategy=strategy))
+    module.recorded_reference = inputs.carries_reference
+    parts = None
+    if config.generates:
+        parts = build_parts(config, strategy=strategy, problems=inputs.problems)
+    source = _source(config, parts=parts, inputs=inputs, strategy=strategy)
+    data = RolloutDataModule(config, source=source)
     contract = ContractLog(config.run_dir)
     evaluation: Evaluation | None = None
     if parts is not None:
@@ -67,11 +75,18 @@ def train(config: Config, *, watchers: Sequence[Callback] = ()) -> None:
         _close(config, evaluation=evaluation, skipped=module.skipped_updates)
     if interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
+    if trainer.global_step == 0:
+        raise Refusal(
+            f"nothing was trained: {module.skipped_updates} updates were skipped, and no other was possible: "
+            "the metrics show why"
+        )
 
 
-def _source(config: Config, *, parts: RolloutParts | None, strategy: ExpertParallelStrategy) -> RolloutSource:
+def _source(
+    config: Config, *, parts: RolloutParts | None, inputs: Inputs, strategy: ExpertParallelStrategy
+) -> RolloutSource:
     if parts is None:
-        return FileSource(config)
+        return FileSource(config, inputs=inputs)
     return GeneratingSource(config, parts=parts, strategy=strategy)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from olmo_rl.backends import backends_of, missing
 from olmo_rl.config import Config
 from olmo_rl.data.preflight import examine
+from olmo_rl.library import faults_of_code
 from olmo_rl.planning.report import scoring_remark
 from olmo_rl.refusals import refusals
 from olmo_rl.types import Refusal, Topology
@@ -20,15 +21,8 @@ from olmo_rl.types import Refusal, Topology
 def run(config: Config) -> None:
     """The configuration, the files and the task it names, then the model."""
     findings = examine(config, reasons=refusals(config))
-    if not findings.reasons and (config.callbacks.extra or config.logger.extra):
-        findings.reasons.extend(_extra_faults(config))
-    if findings.reasons:
-        raise Refusal(findings.reasons)
-    if config.upcycle.dense is not None:
-        from olmo_rl.policy.upcycling import refuse_misfits
-
-        refuse_misfits(config)
-
+    if reasons := findings.reasons or faults_of_code(config):
+        raise Refusal(reasons)
     model, topology = config.model, Topology(config.world_size, config.ep_degree)
     from olmo_rl.policy.footprint import memory_table  # after the refusals: they need no torch
     from olmo_rl.policy.weights import parameter_shapes
@@ -64,19 +58,6 @@ def run(config: Config) -> None:
         show("note", note)
     steps = max(config.batch.steps_per_collection, findings.most_updates)
     print(scoring_remark(config, steps_in_collection=steps))
-
-
-def _extra_faults(config: Config) -> list[str]:
-    """Callbacks and loggers of the user that a run could not make."""
-    from lightning.pytorch import Callback  # slow to import, and only such entries need it
-    from lightning.pytorch.loggers import Logger
-
-    from olmo_rl.running.trainer import extra_faults
-
-    return [
-        *extra_faults(config.callbacks.extra, Callback, key="callbacks.extra"),
-        *extra_faults(config.logger.extra, Logger, key="logger.extra"),
-    ]
 
 
 def count_parameters(config: Config, *, shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:

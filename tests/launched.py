@@ -49,9 +49,9 @@ def run_command(number: int, world: int, directory: str) -> None:
 
 
 def run_recipe(number: int, world: int, directory: str) -> None:
-    from olmo_rl import cli
+    from olmo_rl.library import run
 
-    cli.run_recipe(_join(number, world=world, directory=directory))
+    run(_join(number, world=world, directory=directory))
 
 
 def _join(number: int, *, world: int, directory: str) -> Any:

@@ -237,6 +237,16 @@ def test_a_whole_file_that_filters_or_age_made_uneven_gives_every_rank_as_many(
     assert drawn.facts.get("batch/over_age", 0) == (0 if max_lag is None else 2)
 
 
+def test_a_generated_collection_of_more_samples_than_asked_for_trains_its_own_steps_alone() -> None:
+    samples = samples_of()[:6]  # the last round brought a whole group
+    counter = LoadCounter(topology=Topology(1), layer_stride=1)
+    drawn = Drawn(samples=samples, counts=counter.collection(None), facts={}, source="e", filtered=True)
+    config = Config(batch=BatchConfig(samples_per_step=2, steps_per_collection=2))
+    blocks = cut(drawn, config=config, generates=True, version=0, world_size=1)
+    assert [[sample.id for sample in block] for block in blocks] == [["s0", "s1"], ["s2", "s3"]]
+    assert drawn.facts["batch/left_out"] == 2
+
+
 def test_files_are_read_in_name_order_once_and_then_the_run_ends(tmp_path: Path) -> None:
     collections = [samples_of(seed=i, prefix=f"f{i}-") for i in range(3)]
     run = run_files(tmp_path / "run", collections, trainer=TrainerConfig(max_steps=50))

@@ -79,6 +79,17 @@ def test_faults_of_the_task_are_found_before_ranks_start(
     assert words in capsys.readouterr().err
 
 
+def test_an_unreadable_file_of_problems_hides_no_fault_of_its_verifier(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("{oops\n")
+    settings = ("task=jsonl", f"task.path={tmp_path}/bad.jsonl", "+task.verifier._target_=no_such.module")
+    for tokenizer in ("bytes", "/nowhere"):
+        reasons = examine(compose_fast(*SMALL, *settings, f"model.tokenizer={tokenizer}")).reasons
+        found = [
+            words for line in reasons for words in ("not JSON", "no_such does not import") if words in line
+        ]
+        assert found == ["not JSON", "no_such does not import"]
+
+
 def overlong(tmp_path: Path, *settings: str) -> Config:
     path = problems(tmp_path / "p.jsonl", long=61)
     task = ("task=jsonl", f"task.path={path}", "task.eval_problems=2", "warm_start.steps=0")
@@ -146,6 +157,23 @@ def test_held_out_rows_are_looked_at_whole(tmp_path: Path) -> None:
     (reason,) = examine(compose_fast("+experiment=sft_chat", *settings)).reasons
     assert reason == f"{held}, line 101: 'messages' is empty"
     assert examine(compose_fast("+experiment=sft_chat", *settings, "sft.eval_samples=100")).reasons == []
+
+
+def test_rows_to_train_on_are_looked_at_as_far_as_the_run_may_read_them(tmp_path: Path) -> None:
+    rows: list[object] = [{"messages": conversation(i)} for i in range(100)]
+    path = write_rows(tmp_path / "train.jsonl", [*rows, {"messages": []}])
+    settings = (
+        "+experiment=sft_chat",
+        f"sft.path={path}",
+        "sft.shuffle_buffer=8",
+        "batch.samples_per_step=10",
+    )
+    assert examine(compose_fast(*settings, "trainer.max_steps=10")).reasons == [
+        f"{path}, line 101: 'messages' is empty"
+    ]
+    findings = examine(compose_fast(*settings, "trainer.max_steps=9"))
+    assert findings.reasons == []
+    assert findings.notes[0].startswith("sft.path: the first 98 conversations have up to ")
 
 
 def test_a_missing_logger_is_a_fault_of_this_machine_before_ranks_start(

@@ -190,7 +190,8 @@ def wait_for(name):
 
 two = ["+experiment=packed_moe"]
 mine, other = os.environ["RANK"], str(1 - int(os.environ["RANK"]))
-with prepared(compose(two)) as config:
+with prepared(compose(two)) as accepted:
+    config = accepted.config
     print(config.run_dir, flush=True)
     Path(f"inside{mine}").touch()
     wait_for(f"inside{other}")

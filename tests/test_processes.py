@@ -21,7 +21,7 @@ from olmo_rl import progress
 from olmo_rl.config import Config, TrainerConfig
 from olmo_rl.running import heartbeat
 from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
-from olmo_rl.running.rank_process import device_variables, threads_per_rank
+from olmo_rl.running.rank_process import Named, device_variables, threads_per_rank
 from olmo_rl.running.ranks import run_ranks
 from olmo_rl.types import Interrupted, RankFailed, Refusal
 
@@ -192,7 +192,7 @@ def test_an_entry_given_by_name_is_imported_by_its_ranks_alone(tmp_path: Path) -
     )
     sys.path.insert(0, str(tmp_path))
     try:
-        run_ranks("only_ranks:entry", world(2, directory=tmp_path))
+        run_ranks(Named(name="only_ranks:entry"), world(2, directory=tmp_path))
     finally:
         sys.path.remove(str(tmp_path))
     assert "only_ranks" not in sys.modules

@@ -9,7 +9,8 @@ import pytest
 from chat_cases import BOS, EOS, UNMARKED, save_tokenizer
 
 from olmo_rl.config import Config, ModelConfig, TaskConfig, TaskKind
-from olmo_rl.data.preflight import Findings, look_into_task
+from olmo_rl.data.findings import Findings
+from olmo_rl.data.preflight import look_into_task
 from olmo_rl.data.tokenizers import load_tokenizer
 from olmo_rl.tasks.kinds import build_task
 from olmo_rl.tasks.problems import demonstration

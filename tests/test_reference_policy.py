@@ -41,7 +41,7 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
-from olmo_rl.data.preflight import preflight
+from olmo_rl.data.preflight import examine
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import save_weights
 from olmo_rl.refusals import refusals
@@ -49,6 +49,12 @@ from olmo_rl.training.frozen_reference import fingerprint_of
 from olmo_rl.types import Refusal, Sample, Topology
 
 KL = LossConfig(kl=KlEstimator.k2, kl_coef=0.5)
+
+
+def refuse(config: Config) -> None:
+    """What the preflight finds, as a recipe raises it."""
+    if reasons := examine(config).reasons:
+        raise Refusal(reasons)
 
 
 def unreferenced(count: int) -> list[list[Sample]]:
@@ -240,7 +246,7 @@ def test_files_that_mix_two_references_are_refused_naming_sample_and_file(
     ):
         config = run_of(tmp_path / name, collections, steps=2)
         with pytest.raises(Refusal, match=r"carries ref_logprobs, .* does not: loss\.kl_coef=0\.5"):
-            preflight(config)
+            refuse(config)
         with pytest.raises(Refusal, match=words):
             fit(config)
     (tmp_path / "weights.safetensors").touch()

@@ -33,8 +33,9 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.chat import ChatRow, render, supervised_sample
 from olmo_rl.data.collate import collate
+from olmo_rl.data.findings import Findings
 from olmo_rl.data.packs import RouteMode
-from olmo_rl.data.preflight import Findings, look_into_chat, look_into_task
+from olmo_rl.data.preflight import look_into_chat, look_into_task
 from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.run_directory import complete_checkpoints
@@ -308,13 +309,13 @@ def test_without_a_path_the_tasks_demonstrations_are_trained_and_resume_where_th
     assert identical(second.weights[-1], straight.weights[-1])
 
 
-def test_validate_looks_at_the_first_rows_and_tells_what_they_hold(
+def test_validate_looks_at_the_rows_and_notes_their_contents(
     tmp_path: Path, chat: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     validate.run(compose("+experiment=sft_chat", "recipe=validate", f"sft.path={chat}"))
     out = capsys.readouterr().out
     tokens = [sum(len(turn["content"]) for turn in conversation(i)) + 1 + i % 3 for i in range(14)]
-    assert f"sft.path: the first 14 conversations have up to {max(tokens)} tokens" in out
+    assert f"sft.path: the 14 conversations have up to {max(tokens)} tokens" in out
     silent = UNMARKED.replace("m.content + eos_token", "m.content")
     tokenizer = save_tokenizer(tmp_path / "silent", template=silent)
     given = ("recipe=validate", f"sft.path={chat}", f"model.tokenizer={tokenizer}", "model.vocab_size=300")
@@ -322,7 +323,7 @@ def test_validate_looks_at_the_first_rows_and_tells_what_they_hold(
     assert "the policy does not learn to stop" in capsys.readouterr().out
 
 
-def test_all_that_first_rows_would_be_refused_for_is_told_at_once(tmp_path: Path) -> None:
+def test_all_that_rows_would_be_refused_for_is_reported_at_once(tmp_path: Path) -> None:
     lines: list[Any] = [
         {"prompt": "a", "response": "b"},
         {"messages": []},

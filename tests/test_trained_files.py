@@ -12,8 +12,15 @@ from composing import compose_fast
 from olmo_rl.collections.sources import sampling_of
 from olmo_rl.config import Config, RolloutsConfig, Source
 from olmo_rl.data.files import has_reference, read_collection, write_collection
-from olmo_rl.data.preflight import Findings, look_into_files, preflight
+from olmo_rl.data.findings import Findings
+from olmo_rl.data.preflight import examine, look_into_files
 from olmo_rl.types import Collection, Refusal, Sample, Sampling
+
+
+def refuse(config: Config) -> None:
+    """What the preflight finds, as a recipe raises it."""
+    if reasons := examine(config).reasons:
+        raise Refusal(reasons)
 
 
 def sample(i: int, *, reward: float | None = None, **changes: Any) -> Sample:
@@ -71,7 +78,7 @@ def test_tokens_of_another_distribution_are_not_trained(
 ) -> None:
     path = write(tmp_path / "c.parquet", [sample(i) for i in range(8)], sampling=sampling)
     with pytest.raises(Refusal, match=words) as refusal:
-        preflight(config_of(path))
+        refuse(config_of(path))
     assert str(refusal.value).startswith(f"{path}: ")
     assert "generate with temperature=1, top_p=1, top_k=0" in str(refusal.value)
     assert look(path, "recipe=score").reasons == []
@@ -108,7 +115,7 @@ def test_updates_are_counted_after_the_filters(tmp_path: Path) -> None:
     assert look(tmp_path, "batch.filter_zero_variance=true").updates == 1
     assert look(path, "batch.filter_zero_variance=true", "batch.filter=mask").updates == 0
     with pytest.raises(Refusal, match="samples_per_step=8 samples of one update after"):
-        preflight(config_of(path, "batch.filter_zero_variance=true"))
+        refuse(config_of(path, "batch.filter_zero_variance=true"))
     assert look(path).reasons == []
 
 

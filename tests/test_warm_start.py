@@ -35,7 +35,7 @@ from olmo_rl.config import (
 from olmo_rl.data.collate import collate
 from olmo_rl.data.packs import RouteMode
 from olmo_rl.hf.writing import export_hf
-from olmo_rl.library import run_recipe
+from olmo_rl.library import run
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import load_weights
 from olmo_rl.run_directory import complete_checkpoints
@@ -77,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     # The gap of the files is 1.3; a demonstration's log-probs are far below -3.
     scoring = ScoringConfig(max_behavior_gap=3.0)
     config = warm_config(run_dir, cache=run_dir / "cache", scoring=scoring)
-    run_recipe(config)
+    run(config)
     return config
 
 
@@ -192,7 +192,7 @@ def test_supervised_updates_lower_the_cross_entropy_and_report_no_engine_agreeme
         trainer=TrainerConfig(max_steps=8),
         scoring=ScoringConfig(max_behavior_gap=0.01),
     )
-    run_recipe(config)
+    run(config)
     rows = read_metrics(tmp_path / "run" / "metrics.csv")
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert rows[-1]["loss/cross_entropy"] < rows[0]["loss/cross_entropy"] - 0.3
@@ -223,7 +223,7 @@ def test_scoring_writes_one_line_a_sample_with_the_policys_log_probs(tmp_path: P
         packing=PackingConfig(kind=PackingKind.consecutive, max_tokens=20),
         batch=BatchConfig(samples_per_step=4),
     )
-    run_recipe(config)
+    run(config)
     lines = [json.loads(line) for line in (tmp_path / "run" / "scores.jsonl").read_text().splitlines()]
     assert [line["sample_id"] for line in lines] == [sample.id for sample in [*first, *second]]
     decoder = HybridDecoder(MODEL, attention="reference")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,7 +11,7 @@ from olmo_rl.config import Config, Source
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.policy.engine import LocalEngine
 from olmo_rl.rollouts.engines import RemoteEngine
-from olmo_rl.tasks.problems import Task
+from olmo_rl.tasks.problems import Problem, Task
 from olmo_rl.tasks.prompting import task_of
 from olmo_rl.training.publication import LocalPublication, Publication, build_remote
 from olmo_rl.training.strategy import ExpertParallelStrategy, local_device
@@ -30,26 +30,30 @@ class RolloutParts:
     close: Callable[[], None] = lambda: None
 
 
-def build_local(config: Config) -> RolloutParts:
+def build_local(config: Config, *, problems: Sequence[Problem] | None = None) -> RolloutParts:
     """Task, tokenizer and engine on this rank's device."""
     engine = LocalEngine(config.model, device=local_device(config))
     tokenizer = fitting_tokenizer(config.model)
     return RolloutParts(
-        task=task_of(config, tokenizer=tokenizer),
+        task=task_of(config, tokenizer=tokenizer, problems=problems),
         tokenizer=tokenizer,
         engine=engine,
         publish=LocalPublication(engine),
     )
 
 
-def build_parts(config: Config, *, strategy: ExpertParallelStrategy) -> RolloutParts:
-    """The generator: the engine of this process, or a client of serving engines."""
+def build_parts(
+    config: Config, *, strategy: ExpertParallelStrategy, problems: Sequence[Problem] | None = None
+) -> RolloutParts:
+    """The generator: the engine of this process, or a client of serving engines. `problems`: those of
+    `task.path` where it was read before.
+    """
     if config.rollouts.source is Source.local:
-        return build_local(config)
+        return build_local(config, problems=problems)
     remote = build_remote(config, device=local_device(config))
     tokenizer = fitting_tokenizer(config.model)
     return RolloutParts(
-        task=task_of(config, tokenizer=tokenizer),
+        task=task_of(config, tokenizer=tokenizer, problems=problems),
         tokenizer=tokenizer,
         engine=remote,
         publish=Publication(remote, config=config, strategy=strategy),

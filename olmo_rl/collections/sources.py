@@ -22,7 +22,8 @@ from olmo_rl.collections.generation import RolloutParts
 from olmo_rl.config import Config, RolloutsConfig
 from olmo_rl.config import Source as SourceKind
 from olmo_rl.data.files import collection_paths
-from olmo_rl.data.preflight import read_for, unknown_sampling
+from olmo_rl.data.inputs import Inputs
+from olmo_rl.data.preflight import unknown_sampling
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
@@ -49,21 +50,23 @@ class RolloutSource(Protocol):
 
 
 class FileSource:
-    """Recorded collections, one file each, in name order, each once."""
+    """Recorded collections, one file each, in name order, each once. `inputs`: what the preflight read."""
 
     generates = False
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, inputs: Inputs | None = None) -> None:
         assert config.rollouts.path is not None, "refusals require rollouts.path for rollouts=files"
         self.paths: list[Path] = collection_paths(config.rollouts.path)
         self._config = config
+        self._inputs = Inputs() if inputs is None else inputs
         self._noted = False  # that sampling settings are unknown
 
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
         del groups
         if attempt > 0 or index >= len(self.paths):
             return None
-        collection = read_for(self._config, path=self.paths[index])
+        self._inputs.forget(self.paths[:index])
+        collection = self._inputs.take(self.paths[index], config=self._config)
         if collection.sampling.temperature is None and not self._noted:
             self._noted = True
             collection.notes += (unknown_sampling(self.paths[index]),)

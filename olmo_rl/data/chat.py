@@ -51,6 +51,8 @@ Document = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 def render(row: ChatRow, *, tokenizer: Tokenizer, train_on: TrainOn = TrainOn.all) -> Document:
     """int32 [T] ids of the conversation, bool [T]: those of assistant turns that are trained."""
+    if row.document is not None:
+        return row.document
     conversation = conversation_of(row)
     if train_on is TrainOn.last:
         last = max(i for i, turn in enumerate(conversation.turns) if turn["role"] == "assistant")

@@ -21,6 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from olmo_rl.data.json_lines import parse_line, text_fault
 from olmo_rl.data.metadata import unknown_name
 from olmo_rl.types import Refusal
@@ -49,13 +52,15 @@ Turn = dict[str, Any]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatRow:
     """One row as its file has it. `where` names file and line, `id` the same in short; `raw` is the JSON
-    line, or the cells of a table. `ignore`: names without meaning here.
+    line, or the cells of a table. `ignore`: names without meaning here. `document`: its token ids [T] and
+    which of them are trained, where the row was rendered before; `raw` is then empty.
     """
 
     where: str
     id: str
     raw: bytes | Mapping[str, Any]
     ignore: tuple[str, ...] = ()
+    document: tuple[NDArray[np.int32], NDArray[np.bool_]] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

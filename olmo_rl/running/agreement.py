@@ -1,5 +1,5 @@
-"""What rank 0 of a launcher's world decides for all ranks before there is a process group: the run directory
-and the checkpoint to start from.
+"""What rank 0 of a launcher's world decides for all ranks before there is a process group: whether the job
+is refused, the run directory, the checkpoint or the weights to start from, and what it found in files.
 
 Under torchrun the ranks meet in the agent's store. Under srun rank 0 serves the store, where the process
 group then meets too. A rank waits for `strategy.timeout_seconds` at most, and ends at once where rank 0
@@ -34,10 +34,12 @@ class Announcement:
         self._announced = False
         self._settled = False
 
-    def settle(self, *, given: Config, settled: Config) -> None:
-        """Announce the configuration to run, as its differences from the one that every rank was given."""
+    def settle(self, *, given: Config, settled: Config, facts: Mapping[str, Any]) -> None:
+        """Announce the configuration to run, as its differences from the one that every rank was given, and
+        facts about its files, values of JSON.
+        """
         self._settled = True
-        self._announce(json.dumps(differences(given, settled)))
+        self._announce(json.dumps([differences(given, settled), facts]))
 
     def refuse(self) -> None:
         """Announce that there is no run, and let the other ranks read it before the store goes."""
@@ -79,8 +81,8 @@ def announcing(config: Config) -> Iterator[Announcement]:
             os.environ.pop(_AGENT_STORE, None)
 
 
-def announced(config: Config) -> Config:
-    """On another rank: return the configuration that rank 0 settled. Raises Refusal where it refused the run,
+def announced(config: Config) -> tuple[Config, dict[str, Any]]:
+    """On another rank: return the configuration that rank 0 settled, and its facts. Raises Refusal where it refused the run,
     or announced nothing in time.
     """
     limit = config.strategy.timeout_seconds
@@ -97,7 +99,8 @@ def announced(config: Config) -> Config:
     if found is None:
         raise Refusal("rank 0 refused the run")
     os.environ[_AGENT_STORE] = "True"
-    return changed(config, found)
+    values, facts = found
+    return changed(config, values), facts
 
 
 def _key() -> str:

@@ -6,7 +6,7 @@ ranks is filled with copies whose masks are false. One global sum divided by one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from typing_extensions import override
 from olmo_rl.collections.conversations import Conversations
 from olmo_rl.collections.supervised import supervised_step
 from olmo_rl.config import Config
-from olmo_rl.data.chat_files import open_chat, rows_in_order
+from olmo_rl.data.chat_files import RowFile, open_chat, rows_in_order
 from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import RouteMode, Step
 from olmo_rl.data.tokenizers import Tokenizer
@@ -31,11 +31,19 @@ from olmo_rl.types import Sample
 
 class HeldOutLoss(Callback):
     """`eval/loss` before the first update, every `sft.eval_interval` updates and at the end; unknown where no
-    token is scored.
+    token is scored. `files`: the held-out rows where they are in memory.
     """
 
-    def __init__(self, config: Config, *, tokenizer: Tokenizer, contract: ContractLog) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tokenizer: Tokenizer,
+        contract: ContractLog,
+        files: Sequence[RowFile] | None = None,
+    ) -> None:
         self._config = config
+        self._files = files
         self._tokenizer = tokenizer
         self._contract = contract
         self._evaluated = -1
@@ -85,7 +93,9 @@ class HeldOutLoss(Callback):
         sft, count = self._config.sft, self._config.batch.samples_per_step
         assert sft.eval_path is not None, "no callback without held-out data"
         assert count is not None, "refusals require batch.samples_per_step for recipe=sft"
-        files = open_chat(sft.eval_path, config=sft, key="sft.eval_path", split=sft.eval_split)
+        files = self._files
+        if files is None:
+            files = open_chat(sft.eval_path, config=sft, key="sft.eval_path", split=sft.eval_split)
         held_out = Conversations(
             self._config,
             stream=rows_in_order(files),

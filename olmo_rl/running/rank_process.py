@@ -19,15 +19,28 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from olmo_rl.config import Config
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.types import Interrupted, Refusal
 
 Entry = Callable[[Config], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """An entry by name, `module:function`, imported by ranks only, and what it takes beside the
+    configuration: plain values, which are sent to processes.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # end a job; passed on to its ranks
 
@@ -82,7 +95,7 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def call(entry: Entry | str, config: Config) -> None:
+def call(entry: Entry | Named, config: Config) -> None:
     """Run the entry. What it calls may not end the process: a verifier's exit(0) would look like success. A
     death in native code prints the stack of every thread on stderr.
     """
@@ -118,11 +131,11 @@ def full_disks_refused(run_dir: str) -> Iterator[None]:
         ) from error
 
 
-def imported(entry: Entry | str) -> Entry:
-    if not isinstance(entry, str):
+def imported(entry: Entry | Named) -> Entry:
+    if not isinstance(entry, Named):
         return entry
-    module, _, name = entry.partition(":")
-    return cast(Entry, getattr(importlib.import_module(module), name))
+    module, _, name = entry.name.partition(":")
+    return cast(Entry, partial(getattr(importlib.import_module(module), name), **entry.arguments))
 
 
 def handled_signals() -> list[signal.Signals]:

@@ -18,6 +18,7 @@ from olmo_rl.running.heartbeat import beating
 from olmo_rl.running.launchers import launched_rank, rank_variables
 from olmo_rl.running.rank_process import (
     Entry,
+    Named,
     call,
     device_variables,
     end_with_launcher,
@@ -31,9 +32,9 @@ from olmo_rl.running.supervisor import supervise
 from olmo_rl.types import Refusal, Topology
 
 
-def run_ranks(entry: Entry | str, config: Config) -> None:
-    """Run `entry(config)` on every rank of the job and return when all ended well. An entry given by name,
-    `module:function`, is imported by ranks only.
+def run_ranks(entry: Entry | Named, config: Config) -> None:
+    """Run `entry(config)` on every rank of the job and return when all ended well. A `Named` entry is
+    imported by ranks only.
 
     Raises what one process would raise: the Refusal of a rank, SystemExit with a rank's exit code (75 = can
     be resumed), Interrupted(128 + signal) where ranks ended of a signal sent to us, RankFailed for the rest.
@@ -76,7 +77,7 @@ def _compile_planner(config: Config) -> None:
     compile_kernels(config.balance, layout=layout, topology=Topology(config.world_size, config.ep_degree))
 
 
-def _run_launched(entry: Entry | str, config: Config, *, variables: Mapping[str, str]) -> None:
+def _run_launched(entry: Entry | Named, config: Config, *, variables: Mapping[str, str]) -> None:
     end_with_launcher(os.environ)
     variables = {**variables, **device_variables(os.environ, config=config)}
     with _environment(variables), ended_by_signals():
@@ -89,7 +90,7 @@ def _run_launched(entry: Entry | str, config: Config, *, variables: Mapping[str,
         leave_process_group()
 
 
-def _run_alone(entry: Entry | str, config: Config) -> None:
+def _run_alone(entry: Entry | Named, config: Config) -> None:
     identity = {**identity_of(0, world_size=1), **device_variables(os.environ, config=config)}
     with ended_by_signals(), rendezvous(world_size=1) as variables, _environment({**variables, **identity}):
         try:

@@ -27,6 +27,7 @@ from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.heartbeat import Watcher, beating, interval_of, job_of
 from olmo_rl.running.rank_process import (
     Entry,
+    Named,
     call,
     device_variables,
     end_with_parent,
@@ -107,9 +108,9 @@ class _Failure:
     order: tuple[int, float]
 
 
-def supervise(entry: Entry | str, config: Config) -> None:
+def supervise(entry: Entry | Named, config: Config) -> None:
     """Start the ranks of this node, wait for them, raise the first failure. None outlives this call."""
-    assert isinstance(entry, str) or entry.__module__ != "__main__", "children import the entry by name"
+    assert isinstance(entry, Named) or entry.__module__ != "__main__", "children import the entry by name"
     world_size = config.trainer.devices
     children: list[_Child] = []
     patience = 0.0

@@ -9,24 +9,17 @@ from pathlib import Path
 
 from olmo_rl.config import Config
 from olmo_rl.policy.upcycling import REPORT, WEIGHTS, Upcycling, dense_files, read_report, write_upcycled
-from olmo_rl.running.trainer import build_trainer
-from olmo_rl.training.strategy import ExpertParallelStrategy
 
 
 def upcycled(config: Config) -> Config:
-    """Return the configuration with `init_from` set to upcycled weights; unchanged where `upcycle.dense` is
-    null or the run resumes.
-
-    A collective of all ranks: rank 0 creates the weights, or finds them in the cache, while the others wait.
+    """Return the configuration with `init_from` set to upcycled weights, which are created or found in the
+    cache; unchanged where `upcycle.dense` is null or the run resumes. One process of a job calls it, before
+    ranks wait for each other.
     """
     if config.upcycle.dense is None or config.ckpt_path is not None:
         return config
-    strategy = ExpertParallelStrategy(config)
-    trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])
-    strategy.join()
-    directory, report = strategy.from_rank_zero(lambda: _made(config))
-    if trainer.is_global_zero:
-        print("\n".join([*report.lines(), f"upcycled weights: {directory}"]), flush=True)
+    directory, report = _made(config)
+    print("\n".join([*report.lines(), f"upcycled weights: {directory}"]), flush=True)
     return replace(config, init_from=str(directory / WEIGHTS))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from olmo_rl.policy.weights import save_weights
 from olmo_rl.run_directory import sha256_of
 from olmo_rl.running.callbacks import ProgressDisplay
 from olmo_rl.running.trainer import build_trainer
+from olmo_rl.tasks.problems import Problem
 from olmo_rl.tasks.prompting import task_of
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import SUPERVISED
@@ -40,7 +42,7 @@ _SHAPING_LOSSES = (
 _WEIGHTS = ("*.distcp", "*.safetensors")  # of a checkpoint, of a Hugging Face directory
 
 
-def warm_start(config: Config) -> Config:
+def warm_start(config: Config, *, problems: Sequence[Problem] | None = None) -> Config:
     """The configuration with `init_from` pointing at warmed weights; unchanged where no warm start is asked
     for.
 
@@ -66,7 +68,10 @@ def warm_start(config: Config) -> Config:
         module = PolicyModule(supervised, objective=SUPERVISED)
         tokenizer = fitting_tokenizer(config.model)
         source = TaskDemonstrations(
-            supervised, task=task_of(config, tokenizer=tokenizer), tokenizer=tokenizer, strategy=strategy
+            supervised,
+            task=task_of(config, tokenizer=tokenizer, problems=problems),
+            tokenizer=tokenizer,
+            strategy=strategy,
         )
         data = SupervisedDataModule(
             supervised, source=source, samples_per_step=config.warm_start.samples_per_step

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +34,10 @@ REFERENCE_SECONDS = 30.0  # for judging every reference once before a run
 _REPORTED = 20  # faults of one file
 
 
-def build_task(config: TaskConfig, *, seed: int) -> Task:
-    """The task that `config` describes; `seed` shifts which training problems its draws give."""
+def build_task(config: TaskConfig, *, seed: int, problems: Sequence[Problem] | None = None) -> Task:
+    """The task that `config` describes; `seed` shifts which training problems its draws give. `problems`:
+    those of `task.path` where it was read before.
+    """
     match config.kind:
         case TaskKind.addition:
             return AdditionTask(config, seed=seed)
@@ -45,7 +47,7 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
 
             return GymTask(config, seed=seed)
         case TaskKind.jsonl:
-            return JsonlTask(config, seed=seed)
+            return JsonlTask(config, seed=seed, problems=problems)
 
 
 class AdditionTask(MadeOnDemand):
@@ -101,13 +103,13 @@ class JsonlTask:
     judges responses by domain, `task.verifier` all others.
     """
 
-    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+    def __init__(self, config: TaskConfig, *, seed: int, problems: Sequence[Problem] | None = None) -> None:
         if config.path is None:
             raise Refusal("task.path is not set: name a file of lines with prompt and answer")
         self._seed = seed
         self._path = config.path
         self._judge = build_judge(config)
-        problems = _read_problems(Path(config.path))
+        problems = read_problems(Path(config.path)) if problems is None else problems
         _refuse_unused(list(config.verifiers), problems=problems, path=config.path)
         self._training = [problem for problem in problems if not is_held_out(problem.prompt)]
         self._reserved = list({p.prompt: p for p in problems if is_held_out(p.prompt)}.values())
@@ -183,7 +185,7 @@ class JsonlTask:
         return {name: self._judge.counts[name] for name in ("verifier_failures", "verifier_timeouts")}
 
 
-def _refuse_unused(domains: list[str], *, problems: list[Problem], path: str) -> None:
+def _refuse_unused(domains: list[str], *, problems: Sequence[Problem], path: str) -> None:
     """A verifier of a domain that no line has would judge nothing, and another one judge in its place."""
     present = sorted({problem.domain for problem in problems if problem.domain is not None})
     reasons = [
@@ -196,7 +198,8 @@ def _refuse_unused(domains: list[str], *, problems: list[Problem], path: str) ->
         raise Refusal(reasons)
 
 
-def _read_problems(path: Path) -> list[Problem]:
+def read_problems(path: Path) -> list[Problem]:
+    """The problems of a file of lines, in their order. Raises Refusal with every line at fault."""
     if not path.is_file():
         raise Refusal(f"task.path={path}: no such file")
     problems: list[Problem] = []

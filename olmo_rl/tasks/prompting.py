@@ -10,7 +10,7 @@ which no problem fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -114,18 +114,20 @@ NOTHING_FITS = (
 )
 
 
-def rendered_task(config: Config, *, tokenizer: Tokenizer) -> Task:
-    """The task of the run with all of its problems, prompts in the form of `task.chat`."""
-    task = build_task(config.task, seed=config.seed)
+def rendered_task(config: Config, *, tokenizer: Tokenizer, problems: Sequence[Problem] | None = None) -> Task:
+    """The task of the run with all of its problems, prompts in the form of `task.chat`. `problems`: those of
+    `task.path` where it was read before.
+    """
+    task = build_task(config.task, seed=config.seed, problems=problems)
     if not config.task.chat:
         return task
     system = config.task.system
     return ChatTask(task, render=lambda text: user_prompt(text, tokenizer=tokenizer, system=system))
 
 
-def task_of(config: Config, *, tokenizer: Tokenizer) -> Task:
+def task_of(config: Config, *, tokenizer: Tokenizer, problems: Sequence[Problem] | None = None) -> Task:
     """The task that the run draws from: that of `rendered_task`, if asked for without overlong ones."""
-    task = rendered_task(config, tokenizer=tokenizer)
+    task = rendered_task(config, tokenizer=tokenizer, problems=problems)
     if config.task.overlong is OverlongPrompt.refuse:
         return task
     longest = config.model.max_seq_len

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from olmo_rl.chosen_checkpoint import resolve_checkpoint
 from olmo_rl.config import Config
+from olmo_rl.data.inputs import carries_reference
 from olmo_rl.data.packs import Pack, RouteMode
-from olmo_rl.data.preflight import carries_reference
 from olmo_rl.policy import sharded
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import CHECKPOINT_PREFIX
@@ -55,13 +55,20 @@ class FrozenReference:
 
 
 def build_reference(
-    config: Config, *, strategy: ExpertParallelStrategy, build: Callable[[str | None], HybridDecoder]
+    config: Config,
+    *,
+    strategy: ExpertParallelStrategy,
+    build: Callable[[str | None], HybridDecoder],
+    recorded: bool | None = None,
 ) -> FrozenReference | None:
     """The reference of this run, None where it needs none: no KL term, or files that carry its log-probs.
 
-    `build` makes a sharded decoder with the weights at a path, None: initial ones. A collective of all ranks.
+    `build` makes a sharded decoder with the weights at a path, None: initial ones. `recorded`: whether files
+    carry its log-probs, None: the first one shows it. A collective of all ranks.
     """
-    if config.loss.kl_coef == 0 or (not config.generates and carries_reference(config)):
+    if config.loss.kl_coef == 0:
+        return None
+    if not config.generates and (carries_reference(config) if recorded is None else recorded):
         return None
     decoder = build(_source(config))
     decoder.requires_grad_(False)

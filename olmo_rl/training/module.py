@@ -53,6 +53,7 @@ class PolicyModule(LightningModule):
         self.objective = objective
         self.decoder: HybridDecoder | None = None
         self.reference: FrozenReference | None = None
+        self.recorded_reference: bool | None = None  # whether files carry its log-probs; None: look there
         self.publish: Callable[[HybridDecoder, int], dict[str, float]] | None = None
         self.on_predict: Callable[[Any], None] | None = None
         self.on_pack: Callable[[int, int], None] | None = None
@@ -85,7 +86,12 @@ class PolicyModule(LightningModule):
         resumed = self.config.ckpt_path is not None
         self.decoder = self._allocate() if resumed else self._build(self.config.init_from)
         if self.objective.anchored and self.trainer.state.fn is TrainerFn.FITTING:
-            self.reference = build_reference(self.config, strategy=self.strategy, build=self._build)
+            self.reference = build_reference(
+                self.config,
+                strategy=self.strategy,
+                build=self._build,
+                recorded=self.recorded_reference,
+            )
 
     def _allocate(self) -> HybridDecoder:
         """Return a sharded decoder whose weights are uninitialised."""
