@@ -13,6 +13,7 @@ from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
 from olmo_rl.rollouts.importers.importing import ImportReport, import_file, import_paths
 from olmo_rl.rollouts.wire import RouteAxis
+from olmo_rl.types import Collection, Refusal
 
 
 def run(config: Config) -> None:
@@ -24,16 +25,23 @@ def run(config: Config) -> None:
     axis = None
     if layout is not None:
         axis = RouteAxis(layout=layout, num_layers=len(config.model.layer_types))
-    found = [
-        import_file(
-            path,
-            source=source,
-            options=config.imports,
-            axis=axis,
-            vocab_size=config.model.vocab_size,
-        )
-        for path in import_paths(Path(recorded), source=source)
-    ]
+    found: list[tuple[Collection, ImportReport]] = []
+    reasons: list[str] = []
+    for path in import_paths(Path(recorded), source=source):
+        try:
+            found.append(
+                import_file(
+                    path,
+                    source=source,
+                    options=config.imports,
+                    axis=axis,
+                    vocab_size=config.model.vocab_size,
+                )
+            )
+        except Refusal as refusal:
+            reasons += refusal.reasons
+    if reasons:
+        raise Refusal(reasons)
     directory = Path(config.run_dir) / "rollouts"
     for number, (collection, _) in enumerate(found):
         write_collection(collection, directory / f"collection-{number:05d}.parquet")

@@ -22,6 +22,8 @@ from olmo_rl.data.columns import converted
 from olmo_rl.data.files import read_collection
 from olmo_rl.data.metadata import sampling_of
 from olmo_rl.data.validation import check_layout, check_sample, checked_routes, without_surplus
+from olmo_rl.rollouts.importers.atif import NAME as TRAJECTORIES
+from olmo_rl.rollouts.importers.atif import read_trajectories
 from olmo_rl.rollouts.importers.engine_answers import read_completions
 from olmo_rl.rollouts.importers.foreign import ForeignSample, Reader, ReadOptions, located
 from olmo_rl.rollouts.importers.prime_rl import read_batch
@@ -60,10 +62,13 @@ def read_recorded(path: Path, *, options: ReadOptions) -> Iterator[ForeignSample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Importer:
-    """A reader and the suffixes of the files it reads; none: of any name."""
+    """A reader and the suffixes of the files it reads; none: of any name. `whole`: files below a directory
+    that match this pattern are one collection, and the reader takes the directory.
+    """
 
     read: Reader
     suffixes: tuple[str, ...] = ()
+    whole: str | None = None
 
 
 IMPORTERS: dict[str, Importer] = {
@@ -73,6 +78,7 @@ IMPORTERS: dict[str, Importer] = {
     "prime_rl": Importer(read=read_batch, suffixes=(".bin", ".msgpack")),
     "vllm": Importer(read=read_completions, suffixes=(".jsonl", ".json")),
     "sglang": Importer(read=read_completions, suffixes=(".jsonl", ".json")),
+    "atif": Importer(read=read_trajectories, suffixes=(".json", ".jsonl"), whole=TRAJECTORIES),
 }
 
 
@@ -94,8 +100,15 @@ def importer_of(source: str) -> Importer:
 
 
 def import_paths(path: Path, *, source: str) -> list[Path]:
-    """The file itself, or every file of this source in a directory, in name order."""
-    suffixes = importer_of(source).suffixes
+    """The file itself, or every file of this source in a directory, in name order; the directory where all of
+    its files are one collection.
+    """
+    importer = importer_of(source)
+    suffixes = importer.suffixes
+    if path.is_dir() and importer.whole is not None:
+        if next(path.rglob(importer.whole), None) is None:
+            raise Refusal(f"imports.path={path}: no file {importer.whole} in it, or below")
+        return [path]
     if path.is_dir():
         found = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
         found = [p for p in found if not suffixes or p.suffix in suffixes]
