@@ -16,8 +16,10 @@ from importlib.util import find_spec
 
 from olmo_rl.config import Config, LoggerKind
 from olmo_rl.mixers import Family, families, has_window
-from olmo_rl.types import Refusal
+from olmo_rl.types import Interrupted, Refusal
 from olmo_rl.user_code import load_surrogate
+
+NOT_INSTALLED = "is not installed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,12 +177,24 @@ def backends_of(config: Config) -> dict[str, Backend]:
     return {family.value: row for family, row in rows.items() if family in families(config.model)}
 
 
-def importable(module: str) -> bool:
-    """Whether `module` is installed, found without importing it (its parents are imported)."""
+def import_fault(module: str) -> str | None:
+    """Why `module` cannot be imported, None where it can be: found without importing it (its parents are
+    imported, whatever they do).
+    """
     try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+        return None if find_spec(module) is not None else NOT_INSTALLED
+    except ModuleNotFoundError as error:
+        ours = error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
+        return NOT_INSTALLED if ours else f"does not import ({error})"
+    except (Interrupted, KeyboardInterrupt):
+        raise
+    except BaseException as failure:  # a package may raise anything, or end the program
+        return f"does not import ({type(failure).__name__}: {failure})"
+
+
+def importable(module: str) -> bool:
+    """Whether `module` can be imported, as far as its parents show it."""
+    return import_fault(module) is None
 
 
 def missing(config: Config) -> list[str]:
@@ -189,10 +203,10 @@ def missing(config: Config) -> list[str]:
     """
     lacking = []
     for key, row in backends_of(config).items():
-        if row.module is not None and not importable(row.module):
+        fault = None if row.module is None else import_fault(row.module)
+        if fault is not None:
             lacking.append(
-                f"{key}: {row.name} needs {row.module}, which is not installed: {row.install}, or set "
-                f"{key}=reference"
+                f"{key}: {row.name} needs {row.module}, which {fault}: {row.install}, or set {key}=reference"
             )
     if config.loss.surrogate is not None:
         try:

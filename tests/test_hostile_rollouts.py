@@ -93,19 +93,24 @@ def test_a_null_in_one_row_refuses_that_row_alone(tmp_path: Path) -> None:
 def test_probabilities_in_the_place_of_log_probs_are_refused(tmp_path: Path, name: str) -> None:
     path = write_lines(tmp_path / "f.jsonl", row(**{name: [None, None, 0.05, 0.9, 0.5]}))
     assert f"{name}[3] is 0.9: a log-prob is at most 0" in refusal(path)  # 0.05: rounding of bfloat16
+    far = write_lines(tmp_path / "f.jsonl", row(**{name: [None, None, -1, -1e30, -1]}))
+    assert f"{name}[3] is -1e+30, below -10000: a token that was drawn is likelier" in refusal(far)
     masked = row(behavior_logprobs=[None, 0.9, -1, -1, -1])
     assert read_collection(write_lines(tmp_path / "f.jsonl", masked), require_routes=True).samples
 
 
 def test_rewards_whose_squares_overflow_are_refused_and_tiny_differences_are_none(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "f.jsonl", row(reward=1e200))
-    assert "reward is 1e+200: the deviation within its group overflows" in refusal(path)
+    assert "reward is 1e+200: advantages of such rewards overflow float32" in refusal(path)
+    assert "reward is -1e+31: " in refusal(write_lines(tmp_path / "f.jsonl", row(reward=-1e31)))
     tiny = [replace(make_sample(i, length=4), group="g", reward=(i + 1) * 1e-200) for i in range(2)]
     assign_advantages(tiny, normalize=True)
     assert [sample.advantage for sample in tiny] == [0.0, 0.0]
-    large = [replace(make_sample(i, length=4), group="g", reward=(-1) ** i * 1e100) for i in range(2)]
+    large = [replace(make_sample(i, length=4), group="g", reward=(-1) ** i * 1e30) for i in range(2)]
     assign_advantages(large, normalize=True)
     assert [sample.advantage for sample in large] == [1.0, -1.0]
+    assign_advantages(large, normalize=False)
+    assert np.isfinite(np.float32([1e6 * (sample.advantage or 0) for sample in large])).all()
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,18 @@ def test_a_dump_that_would_run_code_is_refused_and_runs_none(tmp_path: Path) -> 
     whole = dump(tmp_path / "whole.pt", dumped(0)).read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     assert "not a file of torch.save, or a cut one" in refused(path, "miles")
+    torch.save({"samples": [dumped(0)]}, path, _use_new_zipfile_serialization=False)
+    assert imported(path, "miles")[0].samples, "the older form has no checksums"
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_flipped_bit_in_a_tensor_of_a_dump_is_found_by_the_checksum_of_its_archive(tmp_path: Path) -> None:
+    routes = torch.from_numpy(routes_of(0))
+    path = dump(tmp_path / "d.pt", dumped(0, rollout_routed_experts=routes))
+    whole = path.read_bytes()
+    place = whole.index(routes.numpy().tobytes())
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    assert "differs from its checksum" in refused(path, "miles")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from olmo_rl.cli import run as run_command
 from olmo_rl.config import Config, OverlongPrompt
 from olmo_rl.data.preflight import examine
 from olmo_rl.data.tokenizers import ByteTokenizer
+from olmo_rl.library import faults_of_code
 from olmo_rl.tasks.prompting import rendered_task, task_of
 from olmo_rl.types import Refusal
 
@@ -174,6 +175,30 @@ def test_rows_to_train_on_are_looked_at_as_far_as_the_run_may_read_them(tmp_path
     findings = examine(compose_fast(*settings, "trainer.max_steps=9"))
     assert findings.reasons == []
     assert findings.notes[0].startswith("sft.path: the first 98 conversations have up to ")
+
+
+def test_a_package_that_raises_where_it_is_imported_is_a_refusal_with_its_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from olmo_rl import backends
+
+    for name, line in (("raising", "raise OSError('no such symbol')"), ("ending", "raise SystemExit(3)")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line)
+        (tmp_path / name / "inner.py").touch()
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "__init__.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert backends.import_fault("raising.inner") == "does not import (OSError: no such symbol)"
+    assert backends.import_fault("ending.inner") == "does not import (SystemExit: 3)"
+    assert backends.import_fault("lacking.inner") == "does not import (No module named 'no_such_dependency')"
+    assert backends.import_fault("no_such_package.inner") == backends.NOT_INSTALLED
+    assert backends.import_fault("raising_not.inner") == backends.NOT_INSTALLED
+    extra = "callbacks.extra=[{_target_: ending.inner.Callback}]"
+    (reason,) = faults_of_code(compose_fast(extra))
+    assert reason.startswith(
+        "callbacks.extra[0]._target_=ending.inner.Callback: ending.inner does not import"
+    )
 
 
 def test_a_missing_logger_is_a_fault_of_this_machine_before_ranks_start(

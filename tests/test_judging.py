@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from fractions import Fraction
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bounds import BOUND_SECONDS
 from math_cases import ANSWERS
 
 from olmo_rl.config import OnVerifierFailure, TaskConfig, TaskKind
@@ -277,6 +279,61 @@ def test_signals_to_the_job_leave_the_judgement_to_the_process_that_waits_for_it
         assert judge.judge("0.5", answer="0", domain=None, problem="p") == 3.0
     finally:
         judge.close()
+
+
+def starting(response: str, answer: str) -> float:
+    """Leaves a program that runs for an hour, and its number in the file that the answer names."""
+    if response == answer:
+        return 1.0
+    program = subprocess.Popen(["sleep", "3600"])
+    Path(answer).write_text(str(program.pid))
+    time.sleep(float(response))
+    return 0.0
+
+
+def ends(pid: int) -> bool:
+    """Whether a process is gone within the bound on hanging."""
+    until = time.monotonic() + BOUND_SECONDS
+    while time.monotonic() < until:
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("response", ["0", "3600"])
+def test_programs_that_a_verifier_starts_end_with_its_process(tmp_path: Path, response: str) -> None:
+    judge = build_judge(
+        config(
+            verifier={"_target_": f"{HERE}.starting"},
+            verifier_seconds=2.0,
+            on_verifier_failure=OnVerifierFailure.leave_out,
+        )
+    )
+    try:
+        judge.judge(response, answer=str(tmp_path / "pid"), domain=None, problem="p")
+    finally:
+        judge.close()
+    assert ends(int((tmp_path / "pid").read_text()))
+
+
+def judge_until_killed(directory: str) -> None:
+    """A rank that is killed while its verifier works."""
+    judge = build_judge(config(verifier={"_target_": f"{HERE}.starting"}, verifier_seconds=600.0))
+    judge.judge("3600", answer=str(Path(directory) / "pid"), domain=None, problem="p")
+
+
+def test_programs_that_a_verifier_started_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    rank = multiprocessing.get_context("spawn").Process(target=judge_until_killed, args=(str(tmp_path),))
+    rank.start()
+    until = time.monotonic() + BOUND_SECONDS
+    while not (tmp_path / "pid").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    rank.kill()
+    rank.join()
+    time.sleep(0.05)  # the number is written whole
+    assert ends(int((tmp_path / "pid").read_text()))
 
 
 def test_a_verifier_that_does_not_return_is_ended_and_the_next_response_is_judged() -> None:

@@ -304,3 +304,14 @@ def test_a_rule_of_one_key_names_the_default_to_restore() -> None:
     assert refusals(with_value(Config(), "optim.lr", math.nan)) == [
         "optim.lr=nan: not a finite number above 0; give a finite number above 0"
     ]
+
+
+def test_numbers_that_float32_takes_for_0_or_infinity_are_refused() -> None:
+    for line in ("optim.lr=1e+31", "optim.eps=1e-60", "model.norm_eps=1e-50", "loss.kl_coef=1e+100"):
+        assert (
+            f"{line}: float32, in which runs compute, takes this for 0 or overflows; give a number between "
+            "1e-30 and 1e+30, or 0 where that is allowed"
+        ) in refusals(compose_fast(line))
+    assert not [
+        line for line in refusals(compose_fast("balance=anneal", "balance.seconds=inf")) if "32" in line
+    ]

@@ -18,8 +18,10 @@ from olmo_rl.types import FIELDS, Collection, ExpertLayout, Kind, Refusal, Sampl
 
 # Above 0 by the rounding of bfloat16 at most.
 LARGEST_LOGPROB = 0.1
-# Squares of such rewards and their sums stay finite.
-LARGEST_REWARD = 1e100
+# A sampled token is likelier, and sums over a response stay far within float32.
+LOWEST_LOGPROB = -1e4
+# Advantages are float32, and without normalisation as large as rewards: their sums over a step stay finite.
+LARGEST_REWARD = 1e30
 _LARGEST_TOKEN = np.iinfo(np.int32).max
 # Ids per block of the route checks: a block and its scratch stay in the processor's cache.
 _BLOCK_IDS = 1 << 18
@@ -52,7 +54,7 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
         )
     if abs(sample.reward) > LARGEST_REWARD:
         raise Refusal(
-            f"reward is {sample.reward:g}: the deviation within its group overflows beyond "
+            f"reward is {sample.reward:g}: advantages of such rewards overflow float32, the largest is "
             f"{LARGEST_REWARD:g}: scale rewards down"
         )
     if sample.policy_version < 0:
@@ -99,6 +101,13 @@ def _check_logprobs(values: NDArray[np.floating], *, name: str, active: NDArray[
         raise Refusal(
             f"{name}[{t}] is {values[t]:g}: a log-prob is at most 0: record logarithms of probabilities, not "
             "probabilities or negative log-probs"
+        )
+    bad = active & (values < LOWEST_LOGPROB)
+    if bad.any():
+        t = _first(bad)
+        raise Refusal(
+            f"{name}[{t}] is {values[t]:g}, below {LOWEST_LOGPROB:g}: a token that was drawn is likelier; "
+            "mask the token or leave the sample out"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
@@ -10,6 +11,7 @@ from typing import Any
 from olmo_rl.config import Config
 from olmo_rl.keys import Bounds, Key, Needs, keys_of
 
+LEAST = 1e-30  # of the magnitude of a number that is not 0; its inverse is the most
 DEFAULTS = Config()
 KEYS: dict[str, Key] = {key.name: key for key in keys_of(DEFAULTS)}
 
@@ -105,6 +107,7 @@ def generated() -> tuple[Rule, ...]:
             needs.setdefault(need, []).append(key.name)
     return (
         *(_bound_rule(bound, keys) for bound, keys in bounds.items()),
+        _range_rule([name for name, key in KEYS.items() if key.bounds is not None and not key.bounds.whole]),
         *(_need_rule(need, keys) for need, keys in needs.items()),
     )
 
@@ -117,6 +120,24 @@ def _bound_rule(bounds: Bounds, keys: list[str]) -> Rule:
         refuses=f"not a {kind} {words}".rstrip(),
         fix=f"give a {kind} {words}".rstrip(),
         select=lambda c, key: (value := value_of(c, key)) is not None and not bounds.contain(value),
+        planning=True,
+    )
+
+
+def _range_rule(keys: list[str]) -> Rule:
+    """Numbers inside their interval that float32 does not tell from 0 or infinity."""
+
+    def strays(config: Config, key: str) -> bool:
+        value, bounds = value_of(config, key), KEYS[key].bounds
+        if value is None or bounds is None or not bounds.contain(value):
+            return False
+        return math.isfinite(value) and value != 0 and not LEAST <= abs(value) <= 1 / LEAST
+
+    return Rule(
+        keys=" ".join(keys),
+        refuses="float32, in which runs compute, takes this for 0 or overflows",
+        fix=f"give a number between {LEAST:g} and {1 / LEAST:g}, or 0 where that is allowed",
+        select=strays,
         planning=True,
     )
 

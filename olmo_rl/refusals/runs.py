@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from olmo_rl.backends import importable
+from olmo_rl.backends import NOT_INSTALLED, import_fault
 from olmo_rl.chosen_checkpoint import WITHOUT_EVALUATION, WORDS, best_checkpoint
 from olmo_rl.config import Config, Recipe, TaskKind
 from olmo_rl.hf.formats import is_hf_directory
@@ -85,10 +85,12 @@ def _holds_no_weights(path: str | None) -> bool:
 
 
 def _importable(entry: object) -> bool:
-    """Whether an entry names a class in a module that is installed."""
+    """Whether an entry names a class in a module that is installed; one that does not import is reported with
+    its own error.
+    """
     target = entry.get("_target_") if isinstance(entry, dict) else None
     module, _, name = str(target).rpartition(".")
-    return isinstance(target, str) and bool(module and name) and importable(module)
+    return isinstance(target, str) and bool(module and name) and import_fault(module) != NOT_INSTALLED
 
 
 def _is_cleared(config: Config, weights: str | None) -> bool:

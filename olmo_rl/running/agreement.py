@@ -82,8 +82,8 @@ def announcing(config: Config) -> Iterator[Announcement]:
 
 
 def announced(config: Config) -> tuple[Config, dict[str, Any]]:
-    """On another rank: return the configuration that rank 0 settled, and its facts. Raises Refusal where it refused the run,
-    or announced nothing in time.
+    """On another rank: return the configuration that rank 0 settled, and its facts. Raises Refusal where it
+    refused the run, or announced nothing in time.
     """
     limit = config.strategy.timeout_seconds
     try:

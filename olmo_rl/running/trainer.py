@@ -27,6 +27,7 @@ from olmo_rl.training.lightning_internals import without_signal_handlers
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy, cluster_environment
 from olmo_rl.types import Refusal
+from olmo_rl.user_code import imported
 
 
 class WandbRun(WandbLogger):
@@ -112,9 +113,14 @@ def build_extra(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[An
 
 def extra_faults(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[str]:
     """Why `build_extra` would refuse entries, as far as it shows without making one."""
-    faults = []
+    faults: list[str] = []
     for number, entry in enumerate(entries):
         where = f"{key}[{number}]._target_={entry['_target_']}"
+        try:
+            imported(entry["_target_"].rpartition(".")[0], where=where)
+        except Refusal as refusal:
+            faults += refusal.reasons
+            continue
         try:
             made = get_object(entry["_target_"])
             arguments = {name: None for name in entry if not name.startswith("_")}

@@ -1,7 +1,8 @@
 """One call of a user's verifier, in this process or in one of its own. No torch here.
 
 Whatever a verifier does becomes a `Verdict` of plain values where it is called: none of its objects or
-exceptions crosses to another process. `VerifierProcess` ends when its owner closes it or is gone.
+exceptions crosses to another process. `VerifierProcess` leads a process group, which ends as a whole,
+programs that a verifier started included, when its owner closes it or is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from olmo_rl.data.validation import LARGEST_REWARD
 from olmo_rl.types import Interrupted
@@ -76,6 +77,7 @@ class VerifierProcess:
     def __init__(self) -> None:
         self._process: Any = None
         self._connection: Connection | None = None
+        self._life: Connection | None = None  # open as long as this process lives and has not closed it
         self._known: dict[int, int] = {}  # verifiers that the process has, by identity: their place there
 
     @property
@@ -97,22 +99,29 @@ class VerifierProcess:
         return self._answer((self._known[id(verify)], response, answer), seconds=seconds)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and whatever it started."""
         if self._process is not None:
             assert self._connection is not None
+            assert self._life is not None
+            with suppress(ProcessLookupError, PermissionError):  # it is gone, or leads no group yet
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
             self._connection.close()
-            self._process = self._connection = None
+            self._life.close()
+            self._process = self._connection = self._life = None
             self._known.clear()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), name="verifiers", daemon=True)
+        owned, self._life = context.Pipe(duplex=False)
+        arguments = (theirs, owned)
+        self._process = context.Process(target=_serve, args=arguments, name="verifiers", daemon=True)
         self._process.start()
         self._connection = ours
         theirs.close()
+        owned.close()
 
     def _answer(self, message: object, *, seconds: float) -> Verdict:
         assert self._connection is not None
@@ -143,8 +152,13 @@ class VerifierProcess:
         return Verdict(fault=f"its process {how}")
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, owned: Connection) -> None:
     """Judge until the owner is gone. Signals to the job are the owner's to handle."""
+    os.setpgid(0, 0)
+    if os.fork() == 0:  # a process, because a verifier may never let another thread run
+        connection.close()
+        _end_group_with(owned)
+    owned.close()
     for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
         signal.signal(signal.Signals[name], lambda *_: None)  # programs that a verifier starts keep theirs
     own = os.getpid()
@@ -156,6 +170,15 @@ def _serve(connection: Connection) -> None:
             if os.getpid() != own:  # a fork of the verifier's that returned as well
                 os._exit(0)
             connection.send(verdict)
+
+
+def _end_group_with(owned: Connection) -> NoReturn:
+    """End this process group once the other end of `owned`, to which nothing is written, is closed."""
+    try:
+        owned.poll(None)
+    finally:
+        os.killpg(0, signal.SIGKILL)
+    raise AssertionError("this process is of the group")
 
 
 def _answered(message: bytes, known: list[Verifier]) -> Verdict:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import pickle
 import struct
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -80,6 +82,8 @@ _DAMAGED = (
     TypeError,
     ValueError,
     struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
 )
 FINISHED = {"completed": "stop", "truncated": "length"}
 
@@ -117,8 +121,12 @@ def _load(path: Path) -> Any:
         # NumPy 1 wrote the same functions under the module's old name.
         types += [rebuild, (rebuild, f"numpy.core.multiarray.{rebuild.__name__}")]
     try:
-        with torch.serialization.safe_globals(types):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file, torch.serialization.safe_globals(types):
+            if (changed := _changed_record(file)) is not None:
+                raise Refusal(f"{path}: {changed} differs from its checksum: copy the file again")
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except Refusal:
+        raise
     except pickle.UnpicklingError as error:
         reason = str(error).strip().split("\n")[0]
         raise Refusal(
@@ -127,6 +135,20 @@ def _load(path: Path) -> Any:
         ) from None
     except _DAMAGED as error:
         raise Refusal(f"{path}: not a file of torch.save, or a cut one ({error})") from None
+
+
+def _changed_record(file: BinaryIO) -> str | None:
+    """The record of a file of torch.save whose checksum is wrong, which torch reads without a look at it;
+    None where all agree, and for the older form, which is no archive.
+    """
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        return None
+    with zipfile.ZipFile(file) as archive:
+        written = any(record.CRC for record in archive.infolist())  # torch can leave checksums out
+        changed = archive.testzip() if written else None
+    file.seek(0)
+    return changed
 
 
 def _sample(record: Mapping[str, Any], *, where: str) -> ForeignSample:
