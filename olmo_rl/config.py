@@ -771,7 +771,7 @@ class LossConfig:
     """The objective. Every sum is divided once, by a global count."""
 
     kind: LossKind = key(LossKind.grpo, "policy objective")
-    surrogate: str | None = key(None, "package.module:function of an objective of your own, in place of kind")
+    surrogate: str | None = key(None, "package.module.function of an objective of your own, in place of kind")
     reduction: Reduction = key(Reduction.token, "how tokens are averaged")
     clip_low: float = key(0.2, "ratio clipped below 1 - clip_low", above=0, max=1)
     clip_high: float = key(0.28, "ratio clipped above 1 + clip_high", above=0)
@@ -998,7 +998,7 @@ class ImportsConfig:
 
     source: str | None = key(
         None,
-        "program that recorded imports.path (a wrong name lists all), or package.module:function",
+        "program that recorded imports.path (a wrong name lists all), or package.module.function",
         needs=_IMPORTS,
         was="source",
     )

@@ -12,14 +12,24 @@ from typing import Any, cast
 from olmo_rl.types import Interrupted, Refusal
 
 
+def import_parts(path: object) -> tuple[str, str] | None:
+    """Module and name of an import path, `package.module.name`, or `package.module:name` as other programs
+    have it; None where it is neither.
+    """
+    module, _, name = str(path).replace(":", ".", 1).rpartition(".")
+    words = [*module.split("."), name]
+    return (module, name) if isinstance(path, str) and module and all(map(str.isidentifier, words)) else None
+
+
 def load(path: str, *, key: str, takes: str) -> Callable[..., Any]:
-    """The function at `package.module:function`. `takes` describes its arguments and result in a refusal.
+    """The function at `package.module.function`. `takes` describes its arguments and result in a refusal.
 
     Raises Refusal, naming `key`, where the module does not import or has no such function.
     """
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise Refusal(f"{key}={path}: not an import path: give package.module:function, {takes}")
+    parts = import_parts(path)
+    if parts is None:
+        raise Refusal(f"{key}={path}: not an import path: give package.module.function, {takes}")
+    module_name, name = parts
     function = getattr(imported(module_name, where=f"{key}={path}"), name, None)
     if not callable(function):
         raise Refusal(f"{key}={path}: {module_name} has no function {name}: it has to be {takes}")

@@ -455,7 +455,7 @@ def test_other_forms_of_prime_rl_are_refused_by_name(tmp_path: Path) -> None:
     ):
         message = refused(pack(path, fields), "prime_rl", group_size=1)
         assert "that are no TrainingSample of prime-rl" in message
-        assert "imports.source=package.module:function" in message
+        assert "imports.source=package.module.function" in message
     mode = [*without(example(0), *LATER), "sft", None]
     assert "1 x training_mode sft" in refused(pack(path, mode), "prime_rl", group_size=1)
 
@@ -720,7 +720,7 @@ def test_a_reader_of_ones_own_is_found_by_its_import_path(
     }
     path = tmp_path / "mine.txt"
     path.write_text(json.dumps(line))
-    (sample,) = imported(path, "my_reader:read")[0].samples
+    (sample,) = imported(path, "my_reader.read")[0].samples
     assert (sample.id, sample.group, sample.reward, sample.has_placeholders) == ("0", "1", 1.5, True)
     np.testing.assert_array_equal(sample.routes, routes_of(0))
     path.write_text(json.dumps(line | {"temperature": 1}))

@@ -269,6 +269,40 @@ def test_the_long_wait_for_a_first_call_is_granted_to_a_verifier_once(
     assert time.monotonic() - begun < 5 * 15, "one wait of 15 s, not five"
 
 
+def test_a_task_starts_its_verifiers_before_anything_is_judged_within_a_deadline(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}", "answer": "1", "domain": "late" if i % 2 else None} for i in range(40)]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    verifiers = {
+        "verifier": {"_target_": f"{HERE}.slow"},
+        "verifiers": {"late": {"_target_": f"{HERE}.late"}},
+    }
+    settings = TaskConfig(kind=TaskKind.jsonl, path=str(path), verifier_seconds=0.5, **verifiers)
+    before = set(multiprocessing.active_children())
+    task = build_task(settings, seed=0)
+    begun = time.monotonic()
+    task.start(seconds=30.0)
+    started = set(multiprocessing.active_children()) - before
+    try:
+        assert time.monotonic() - begun < BOUND_SECONDS, "a first call that never ends is not waited for"
+        assert task.counts == {"verifier_failures": 0, "verifier_timeouts": 0}
+        assert len(started) <= 1
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_a_verifier_is_warm_after_the_start_of_its_judge() -> None:
+    judge = build_judge(config(verifier={"_target_": f"{HERE}.importing"}, verifier_seconds=1.0))
+    try:
+        judge.start([(None, "0")], seconds=300.0)
+        assert judge._process.runs
+        assert len(judge._warm) == 1
+        assert judge.judge("0", answer="0", domain=None, problem="p") == 1.0
+    finally:
+        judge.close()
+
+
 def test_signals_to_the_job_leave_the_judgement_to_the_process_that_waits_for_it() -> None:
     judge = build_judge(config(verifier={"_target_": f"{HERE}.slow"}, verifier_seconds=60.0))
     try:
@@ -279,6 +313,12 @@ def test_signals_to_the_job_leave_the_judgement_to_the_process_that_waits_for_it
         assert judge.judge("0.5", answer="0", domain=None, problem="p") == 3.0
     finally:
         judge.close()
+
+
+def late(response: str, answer: str) -> float:
+    """Never answers."""
+    time.sleep(3600.0)
+    return 0.0
 
 
 def starting(response: str, answer: str) -> float:

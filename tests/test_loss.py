@@ -771,7 +771,7 @@ def test_an_objective_named_by_import_path_replaces_the_kind() -> None:
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("grpo", "loss.surrogate=grpo: not an import path: give package.module:function"),
+        ("grpo", "loss.surrogate=grpo: not an import path: give package.module.function"),
         ("no_such_module:loss", "loss.surrogate=no_such_module:loss: no_such_module does not import"),
         ("test_loss:absent", "loss.surrogate=test_loss:absent: test_loss has no function absent"),
         (

@@ -35,7 +35,7 @@ def build_local(config: Config, *, problems: Sequence[Problem] | None = None) ->
     engine = LocalEngine(config.model, device=local_device(config))
     tokenizer = fitting_tokenizer(config.model)
     return RolloutParts(
-        task=task_of(config, tokenizer=tokenizer, problems=problems),
+        task=_started(config, tokenizer=tokenizer, problems=problems),
         tokenizer=tokenizer,
         engine=engine,
         publish=LocalPublication(engine),
@@ -53,9 +53,16 @@ def build_parts(
     remote = build_remote(config, device=local_device(config))
     tokenizer = fitting_tokenizer(config.model)
     return RolloutParts(
-        task=task_of(config, tokenizer=tokenizer, problems=problems),
+        task=_started(config, tokenizer=tokenizer, problems=problems),
         tokenizer=tokenizer,
         engine=remote,
         publish=Publication(remote, config=config, strategy=strategy),
         close=remote.close,
     )
+
+
+def _started(config: Config, *, tokenizer: Tokenizer, problems: Sequence[Problem] | None) -> Task:
+    """The task, its verifiers started: later the other ranks would wait for this one in a collective."""
+    task = task_of(config, tokenizer=tokenizer, problems=problems)
+    task.start(seconds=config.strategy.timeout_seconds / 2)
+    return task

@@ -11,6 +11,7 @@ from olmo_rl.config import Config, Recipe, TaskKind
 from olmo_rl.hf.formats import is_hf_directory
 from olmo_rl.refusals.rule import Rule, value_of
 from olmo_rl.run_directory import checkpoint_fault, complete_checkpoints, named_checkpoints
+from olmo_rl.user_code import import_parts
 
 # Names that a run leaves in its directory, by the recipe that would write them again.
 _TRAINING_MARKS = ("metrics.csv", "checkpoints", "reference", "training_contract_rank*.jsonl")
@@ -88,9 +89,8 @@ def _importable(entry: object) -> bool:
     """Whether an entry names a class in a module that is installed; one that does not import is reported with
     its own error.
     """
-    target = entry.get("_target_") if isinstance(entry, dict) else None
-    module, _, name = str(target).rpartition(".")
-    return isinstance(target, str) and bool(module and name) and import_fault(module) != NOT_INSTALLED
+    parts = import_parts(entry.get("_target_")) if isinstance(entry, dict) else None
+    return parts is not None and import_fault(parts[0]) != NOT_INSTALLED
 
 
 def _is_cleared(config: Config, weights: str | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -27,7 +27,7 @@ from olmo_rl.training.lightning_internals import without_signal_handlers
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy, cluster_environment
 from olmo_rl.types import Refusal
-from olmo_rl.user_code import imported
+from olmo_rl.user_code import import_parts, imported
 
 
 class WandbRun(WandbLogger):
@@ -98,7 +98,7 @@ def build_extra(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[An
     for number, entry in enumerate(entries):
         where = f"{key}[{number}]._target_={entry['_target_']}"
         try:
-            one = instantiate(entry)
+            one = instantiate({**entry, "_target_": _dotted(entry)})
         except InstantiationException as error:
             cause = error.__cause__
             while cause is not None and cause.__cause__ is not None:
@@ -111,18 +111,25 @@ def build_extra(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[An
     return made
 
 
+def _dotted(entry: Mapping[str, Any]) -> str:
+    """The import path of an entry as Hydra has it."""
+    parts = import_parts(entry["_target_"])
+    assert parts is not None, "a rule of the configuration"
+    return ".".join(parts)
+
+
 def extra_faults(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[str]:
     """Why `build_extra` would refuse entries, as far as it shows without making one."""
     faults: list[str] = []
     for number, entry in enumerate(entries):
         where = f"{key}[{number}]._target_={entry['_target_']}"
         try:
-            imported(entry["_target_"].rpartition(".")[0], where=where)
+            imported(_dotted(entry).rpartition(".")[0], where=where)
         except Refusal as refusal:
             faults += refusal.reasons
             continue
         try:
-            made = get_object(entry["_target_"])
+            made = get_object(_dotted(entry))
             arguments = {name: None for name in entry if not name.startswith("_")}
             inspect.signature(made).bind(*entry.get("_args_", ()), **arguments)
         except (ImportError, TypeError, ValueError) as error:

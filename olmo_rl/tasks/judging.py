@@ -16,8 +16,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from olmo_rl.config import OnVerifierFailure, TaskConfig
 from olmo_rl.tasks.math_answers import equal_answers, reference_fault
 from olmo_rl.tasks.verdicts import Verdict, Verifier, VerifierProcess, verdict_of
 from olmo_rl.types import Refusal
-from olmo_rl.user_code import imported
+from olmo_rl.user_code import import_parts, imported
 
 START_SECONDS = 300.0  # bound on starting a verifiers' process, and on a verifier's first call in it
 MATH = "olmo_rl.tasks.judging.math_answer"
@@ -87,6 +88,16 @@ class Judge:
             )
         return 0.0 if self.on_failure is OnVerifierFailure.zero else math.nan
 
+    def start(self, references: Sequence[tuple[str | None, str]], *, seconds: float) -> None:
+        """Call the verifier of every (domain, reference) once, so that imports and the start of a process are
+        over before ranks wait for each other. What has not begun after `seconds` starts when it first judges.
+        """
+        ends = time.monotonic() + seconds
+        for domain, answer in references:
+            left = ends - time.monotonic()
+            if left > 0:
+                self._call(self._verifier(domain), answer, answer, start=min(START_SECONDS, left))
+
     def is_built_in(self, domain: str | None) -> bool:
         """Whether one of our own verifiers judges `domain`: those give 1 to a reference."""
         verify = self._verifier(domain)
@@ -95,15 +106,16 @@ class Judge:
     def _verifier(self, domain: str | None) -> Verifier:
         return self.default if domain is None else self.by_domain.get(domain, self.default)
 
-    def _call(self, verify: Verifier, response: str, answer: str) -> Verdict:
+    def _call(self, verify: Verifier, response: str, answer: str, *, start: float | None = None) -> Verdict:
         if self.seconds is None:
             return verdict_of(verify, response, answer)
-        call, key = partial(self._process.call, verify, start=START_SECONDS), id(verify)
+        start = START_SECONDS if start is None else start
+        call, key = partial(self._process.call, verify, start=start), id(verify)
         if not self._process.runs:
             self._warm.clear()
         if key not in self._warm | self._endless:
             # Imports whatever a verifier imports; a verdict, or a failure, is the next call's.
-            first = call(answer, answer, seconds=START_SECONDS + self.seconds)
+            first = call(answer, answer, seconds=start + self.seconds)
             if first.timed_out:
                 self._endless.add(key)
             if not self._process.runs:
@@ -134,10 +146,11 @@ def resolve_verifier(verifier: Mapping[str, Any] | None, *, key: str) -> Verifie
     if not verifier:
         return exact
     target = verifier.get("_target_") if isinstance(verifier, Mapping) else None
-    module, _, name = str(target).rpartition(".")
-    if not isinstance(target, str) or not module:
+    parts = import_parts(target)
+    if parts is None:
         raise Refusal(f"{key}: give the function's import path, {{_target_: package.function}}")
-    if target == MATH and importlib.util.find_spec("math_verify") is None:
+    module, name = parts
+    if f"{module}.{name}" == MATH and importlib.util.find_spec("math_verify") is None:
         raise Refusal(f"{key}._target_={target}: math-verify is missing: pip install 'olmo_rl[math]'")
     where = f"{key}._target_={target}"
     found = imported(module, where=where)

@@ -129,6 +129,10 @@ class JsonlTask:
             response, answer=problem.answer, domain=problem.domain, problem=self._where(problem)
         )
 
+    def start(self, *, seconds: float) -> None:
+        by_domain = {problem.domain: problem.answer for problem in self._training}
+        self._judge.start(list(by_domain.items()), seconds=seconds)
+
     def check_references(self) -> tuple[str, ...]:
         """Judge every reference as a response to its own problem, for `REFERENCE_SECONDS` at most. Our own
         verifiers must give it 1; those of users must give a verdict.

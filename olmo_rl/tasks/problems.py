@@ -73,6 +73,10 @@ class Task(Protocol):
         """The reward of a response: finite, or NaN where the verifier cannot judge."""
         ...
 
+    def start(self, *, seconds: float) -> None:
+        """Start what judging needs, within `seconds`, before ranks wait for each other."""
+        ...
+
     def check_references(self) -> tuple[str, ...]:
         """Refuse references that verifiers cannot judge; returns remarks on the others."""
         ...
@@ -80,6 +84,9 @@ class Task(Protocol):
 
 class MadeOnDemand:
     """Defaults of tasks that draw their problems and judge them without code of users."""
+
+    def start(self, *, seconds: float) -> None:
+        pass
 
     def check_references(self) -> tuple[str, ...]:
         return ()

@@ -48,6 +48,9 @@ class ChatTask:
     def reward(self, problem: Problem, response: str) -> float:
         return self._task.reward(problem, response)
 
+    def start(self, *, seconds: float) -> None:
+        self._task.start(seconds=seconds)
+
     def check_references(self) -> tuple[str, ...]:
         return self._task.check_references()
 
@@ -103,6 +106,9 @@ class FittingTask:
 
     def reward(self, problem: Problem, response: str) -> float:
         return self._task.reward(problem, response)
+
+    def start(self, *, seconds: float) -> None:
+        self._task.start(seconds=seconds)
 
     def check_references(self) -> tuple[str, ...]:
         return self._task.check_references()

@@ -31,7 +31,7 @@ from olmo_rl.rollouts.importers.slime import read_dump
 from olmo_rl.rollouts.importers.suspicious_routes import inspect_routes
 from olmo_rl.rollouts.wire import RouteAxis, decode_routes
 from olmo_rl.types import FIELDS, Collection, ExpertLayout, Kind, Refusal, Sample, Sampling
-from olmo_rl.user_code import load
+from olmo_rl.user_code import import_parts, load
 
 _YIELDED = "olmo_rl.rollouts.importers.ForeignSample"
 _REPORTED = 20  # faults named one by one; the rest is counted
@@ -83,13 +83,13 @@ IMPORTERS: dict[str, Importer] = {
 
 
 def importer_of(source: str) -> Importer:
-    """The importer of a name in `IMPORTERS`, or the function at `package.module:function`."""
+    """The importer of a name in `IMPORTERS`, or the function at `package.module.function`."""
     if source in IMPORTERS:
         return IMPORTERS[source]
-    if ":" not in source:
+    if import_parts(source) is None:
         raise Refusal(
             f"imports.source={source}: no importer of that name: choose one of {', '.join(IMPORTERS)}, or "
-            "name a reader of your own as package.module:function"
+            "name a reader of your own as package.module.function"
         )
     reader = load(
         source,

@@ -23,7 +23,7 @@ from olmo_rl.data.columns import converted
 from olmo_rl.rollouts.importers.foreign import ForeignSample, ReadOptions, located
 from olmo_rl.types import Kind, Refusal, Sampling
 
-OURS = "or read the file with a function of your own: imports.source=package.module:function"
+OURS = "or read the file with a function of your own: imports.source=package.module.function"
 
 
 def _is_integer(value: Any) -> bool:
