@@ -42,7 +42,7 @@ ARMS = (
 SHARES = (0.5, 0.35, 0.15)
 
 
-class Setting(NamedTuple):
+class PlannerSize(NamedTuple):
     """One column of the table: samples, ranks, EP degree, routed layers, experts; held-out batches, full
     and quick.
     """
@@ -58,10 +58,10 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("N128 W8 EP4 L32", 128, 8, 4, 32, 64, 20, 6),
-    Setting("N256 W16 EP8 L48", 256, 16, 8, 48, 128, 20, 4),
-    Setting("N512 W32 EP8 L48", 512, 32, 8, 48, 128, 20, 3),
-    Setting("N1024 W64 EP16 L60", 1024, 64, 16, 60, 256, 20, 1),
+    PlannerSize("N128 W8 EP4 L32", 128, 8, 4, 32, 64, 20, 6),
+    PlannerSize("N256 W16 EP8 L48", 256, 16, 8, 48, 128, 20, 4),
+    PlannerSize("N512 W32 EP8 L48", 512, 32, 8, 48, 128, 20, 3),
+    PlannerSize("N1024 W64 EP16 L60", 1024, 64, 16, 60, 256, 20, 1),
 )
 TOP_K, BUDGET = 8, 16384
 
@@ -93,7 +93,7 @@ class Row:
     proposals: int
 
 
-def draw_batch(setting: Setting, *, seed: int) -> Batch:
+def draw_batch(setting: PlannerSize, *, seed: int) -> Batch:
     """A held-out batch of the law; loads are counted from expert counts and tails, as real routes would
     give them.
     """

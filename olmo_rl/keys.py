@@ -48,7 +48,7 @@ class Needs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
+class Interval:
     """The interval of a number. `whole`: an integer. Infinity needs `max=inf`; NaN is always outside."""
 
     whole: bool
@@ -127,7 +127,7 @@ class Key:
     default: Any
     hint: Any
     doc: str
-    bounds: Bounds | None
+    bounds: Interval | None
     needs: tuple[Needs, ...]
     was: str | None
 
@@ -163,7 +163,7 @@ def keys_of(node: Any, prefix: str = "") -> Iterator[Key]:
             default=value,
             hint=hint,
             doc=facts.doc,
-            bounds=Bounds(whole=whole, **facts.limits) if whole or real else None,
+            bounds=Interval(whole=whole, **facts.limits) if whole or real else None,
             needs=facts.needs,
             was=facts.was,
         )

@@ -10,7 +10,7 @@ import pytest
 from planner_cases import random_case
 
 from benchmarks.bench_planner import interval, main, numpy_proposals_per_second
-from benchmarks.planner_arms import ARMS, TOP_K, Batch, Setting, draw_batch, read_panel, simulated_steps
+from benchmarks.planner_arms import ARMS, TOP_K, Batch, PlannerSize, draw_batch, read_panel, simulated_steps
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.planning.objective import measure
@@ -110,7 +110,7 @@ def test_the_three_synchronisation_models_by_hand() -> None:
 
 
 def test_the_batches_of_the_law_are_counted_as_their_routes_would_be() -> None:
-    setting = Setting("tiny", 16, 4, 2, 3, 16, 1, 1)
+    setting = PlannerSize("tiny", 16, 4, 2, 3, 16, 1, 1)
     batch = draw_batch(setting, seed=3)
     layout = ExpertLayout(num_experts=16, top_k=TOP_K, routed_layers=(0, 1, 2))
     collection = synthetic_collection(16, layout=layout, seed=3)
@@ -129,7 +129,7 @@ def test_intervals_hold_the_mean_and_shrink_to_it_without_spread() -> None:
 
 
 def test_the_kernels_are_far_faster_than_numpy_on_two_blocks() -> None:
-    batch = draw_batch(Setting("one", 128, 8, 4, 32, 64, 1, 1), seed=5)
+    batch = draw_batch(PlannerSize("one", 128, 8, 4, 32, 64, 1, 1), seed=5)
     from benchmarks.planner_arms import searched
 
     searched(batch, BalanceConfig(kind=BalanceKind.anneal, proposals=1000))

@@ -13,7 +13,7 @@ import pytest
 from composing import GROUPS, compose_fast
 
 from olmo_rl.config import Config, Recipe
-from olmo_rl.keys import Bounds, Key
+from olmo_rl.keys import Interval, Key
 from olmo_rl.refusals import GENERATED, RULES, WRITTEN, refusals
 from olmo_rl.refusals.rule import KEYS, as_text, value_of
 from olmo_rl.run_directory import finish_checkpoint
@@ -203,7 +203,7 @@ def test_every_written_rule_refuses_its_example_by_key_value_reason_and_change(r
     assert len(EXAMPLES) == len(WRITTEN)
 
 
-def outside(bounds: Bounds) -> Iterator[float]:
+def outside(bounds: Interval) -> Iterator[float]:
     """The values nearest to an interval that are not in it."""
     step = 1 if bounds.whole else 1e-9
     if bounds.min is not None:

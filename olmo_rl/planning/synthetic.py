@@ -54,7 +54,7 @@ DOMAINS: tuple[Domain, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class DrawnLengths:
     """N samples in order of arrival, those of a group together. `domains` index DOMAINS."""
 
     lengths: NDArray[np.int64]
@@ -63,7 +63,7 @@ class Drawn:
     ids: tuple[str, ...]
 
 
-def draw_lengths(n: int, *, seed: int, group_size: int = GROUP_SIZE, longest: int = LONGEST) -> Drawn:
+def draw_lengths(n: int, *, seed: int, group_size: int = GROUP_SIZE, longest: int = LONGEST) -> DrawnLengths:
     """`n` samples of the law, scaled by `longest` / 8000. The last group is smaller where `group_size` does
     not divide n.
     """
@@ -88,7 +88,7 @@ def draw_lengths(n: int, *, seed: int, group_size: int = GROUP_SIZE, longest: in
     np.maximum.at(done, prompts, tokens)
     finish = done * np.exp(_ARRIVAL_SIGMA * rng.standard_normal(len(domain_of)))
     arrival = np.argsort(finish[prompts], kind="stable")
-    return Drawn(
+    return DrawnLengths(
         lengths=lengths[arrival],
         domains=domains[arrival],
         prompts=prompts[arrival],
@@ -96,7 +96,7 @@ def draw_lengths(n: int, *, seed: int, group_size: int = GROUP_SIZE, longest: in
     )
 
 
-def expert_counts(drawn: Drawn, *, layout: ExpertLayout, seed: int) -> Iterator[NDArray[np.int64]]:
+def expert_counts(drawn: DrawnLengths, *, layout: ExpertLayout, seed: int) -> Iterator[NDArray[np.int64]]:
     """Assignments int64 [L, X] of the recorded rows (no tail) of every sample, one sample at a time."""
     shape = (len(layout.routed_layers), layout.num_experts)
     rng = np.random.default_rng((seed, _ROUTES))

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from olmo_rl.config import Config
-from olmo_rl.keys import Bounds, Key, Needs, keys_of
+from olmo_rl.keys import Interval, Key, Needs, keys_of
 
 LEAST = 1e-30  # of the magnitude of a number that is not 0; its inverse is the most
 DEFAULTS = Config()
@@ -98,7 +98,7 @@ class Rule:
 
 def generated() -> tuple[Rule, ...]:
     """The rules that the schema states: one for every interval and for every condition of an effect."""
-    bounds: dict[Bounds, list[str]] = {}
+    bounds: dict[Interval, list[str]] = {}
     needs: dict[Needs, list[str]] = {}
     for key in KEYS.values():
         if key.bounds is not None:
@@ -112,7 +112,7 @@ def generated() -> tuple[Rule, ...]:
     )
 
 
-def _bound_rule(bounds: Bounds, keys: list[str]) -> Rule:
+def _bound_rule(bounds: Interval, keys: list[str]) -> Rule:
     kind = "whole number" if bounds.whole else "number" if bounds.max is not None else "finite number"
     words = f"of {bounds.text}" if bounds.text.startswith("at least") else bounds.text
     return Rule(

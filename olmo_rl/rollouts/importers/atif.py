@@ -28,7 +28,7 @@ import numpy as np
 from olmo_rl.data.columns import converted
 from olmo_rl.data.json_lines import parse_line
 from olmo_rl.data.metadata import unknown_name
-from olmo_rl.rollouts.importers.engine_answers import Conversation, join_turns
+from olmo_rl.rollouts.importers.engine_answers import JoinedTurns, join_turns
 from olmo_rl.rollouts.importers.foreign import ForeignSample, ReadOptions, located, text_of
 from olmo_rl.rollouts.wire import Completion, RouteAxis, decode_routes, version_of
 from olmo_rl.types import Kind, Refusal, Sampling
@@ -209,7 +209,7 @@ def _trajectory(
     prompt = next((text_of(step["message"]) for step in steps if step["source"] == "user"), None)
     media = any(_has_media(step) for step in steps)
     for number, part in enumerate(_continued(turns)):
-        sample: Conversation = join_turns(part, where=where)
+        sample: JoinedTurns = join_turns(part, where=where)
         yield ForeignSample(
             where=where if number == 0 else f"{where}, history {number}",
             values={

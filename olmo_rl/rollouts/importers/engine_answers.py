@@ -46,7 +46,7 @@ FINISHED = ("stop", "length", "tool_calls")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Conversation:
+class JoinedTurns:
     """All turns as per-token arrays: `tokens` int32 [T], `response_mask` bool [T] (one span a turn),
     `logprobs` float32 [T] (0 outside the spans), `routes` [T-1, L, K] or None where any turn lacks them.
     `unfinished`: the finish reasons of turns that did not end by themselves or at their limit.
@@ -62,7 +62,7 @@ class Conversation:
     surplus_rows: int
 
 
-def join_turns(turns: Sequence[Completion], *, where: str = "conversation") -> Conversation:
+def join_turns(turns: Sequence[Completion], *, where: str = "conversation") -> JoinedTurns:
     """One conversation from its turns in order; each prompt must continue everything before it, id by id."""
     if not turns:
         raise Refusal(f"{where}: no turns")
@@ -88,7 +88,7 @@ def join_turns(turns: Sequence[Completion], *, where: str = "conversation") -> C
         axes = ", ".join(str(part.shape[1:]) for part in routes)
         raise Refusal(f"{where}: routes of the turns have (layers, top_k) {axes}: record all turns alike")
     versions = [turn.policy_version for turn in turns if turn.policy_version is not None]
-    return Conversation(
+    return JoinedTurns(
         tokens=so_far,
         response_mask=np.concatenate(mask),
         logprobs=np.concatenate(logprobs),
@@ -184,7 +184,7 @@ def _only(body: Any, *, axis: RouteAxis | None, where: str) -> Completion:
     return found[0]
 
 
-def _why_left_out(sample: Conversation) -> str | None:
+def _why_left_out(sample: JoinedTurns) -> str | None:
     if not sample.response_mask.any():
         return "no response"
     if sample.unfinished:
