@@ -358,7 +358,7 @@ def test_texts_reach_the_run_as_typed(here: Path, capsys: pytest.CaptureFixture[
     ]
     assert run_command(arguments) == 2
     assert "/a/b=c" in capsys.readouterr().err
-    assert (here / "outputs" / "010" / ".hydra").is_dir()
+    assert not (here / "outputs" / "010" / ".hydra").exists(), "files are judged before anything is written"
 
 
 def test_a_directory_that_holds_a_run_is_not_touched(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
