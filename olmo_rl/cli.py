@@ -230,7 +230,7 @@ def keep_records(config: Config, *, values: DictConfig, hydra: Any) -> None:
         return
     directory = Path(config.run_dir) / ".hydra"
     kept = directory / "config.yaml"
-    if kept.is_file() and OmegaConf.load(kept).get("recipe") != config.recipe.name:
+    if kept.is_file() and OmegaConf.select(OmegaConf.load(kept), "recipe") != config.recipe.name:
         directory = directory.with_name(f".hydra-{config.recipe.value}")
     records = {"config": values, "hydra": OmegaConf.create({"hydra": hydra})}
     for name, record in {**records, "overrides": hydra.overrides.task}.items():

@@ -34,7 +34,7 @@ class NumberedSweep(Callback):
             run_dir=unchosen(config.run_name, root=Path(config.hydra.runtime.cwd) / "outputs"),
         )
         try:
-            chosen, _ = with_directory(values, environ=os.environ)
+            chosen = with_directory(values, environ=os.environ)[0]
         except Refusal:  # Hydra cannot create its directory either, and reports that
             return
         if chosen.run_dir:

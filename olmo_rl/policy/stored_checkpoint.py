@@ -151,7 +151,7 @@ class _Reader(dcp.FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(self.path, key=self._key)
+        metadata = read_metadata(Path(self.path), key=self._key)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
