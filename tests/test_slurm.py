@@ -320,7 +320,7 @@ def test_a_sweep_of_two_ranks_a_job_goes_on_after_a_requeue_and_reports_a_refuse
     assert "job 0 (batch.samples_per_step=8, SLURM" in err
     assert ": done" in err
     assert re.search(r"job 1 \(batch.samples_per_step=7, SLURM \d+_1\): ended with 2; logs in ", err)
-    assert "refused, one reason:" in err
+    assert "multiple of rollouts.group_size" in err
     assert "sweep: 2 jobs, 1 refused, 0 failed" in err
     assert int(cluster.job(job)["Restarts"]) >= 1
     Run(cluster, site, "sweep/0").assert_equal(straight)
