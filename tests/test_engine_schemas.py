@@ -199,7 +199,9 @@ def test_every_control_call_to_vllm_has_parameters_of_its_route(version: str) ->
 def start_lines() -> dict[str, list[list[str]]]:
     """The words of every start line of the how-to, by program."""
     page = ROOT / "docs" / "howto" / "engines.md"
-    commands = [shlex.split(block.text) for block in blocks(page) if block.language == "bash"]
+    commands = [
+        shlex.split(block.text.replace("\\\n", " ")) for block in blocks(page) if block.language == "bash"
+    ]
     vllm = [words[words.index("vllm") :] for words in commands if "vllm" in words and "serve" in words]
     sglang = [
         words[words.index("sglang.launch_server") :] for words in commands if "sglang.launch_server" in words
