@@ -170,8 +170,9 @@ def mend_and_resume(config: Config) -> None:
     """The second of three files cannot be read, which is found while the first one trains."""
     with pytest.raises(Refusal, match=r"collection-00001\.parquet"):
         train.train(config)
+    dist.barrier()  # rank 0 completes the checkpoint last
     names = sorted(path.name for path in (Path(config.run_dir) / "checkpoints").iterdir())
-    assert names == ["step-1"], "it is refused when it is to be trained, after the update before it"
+    assert names == ["step-1"], f"refused when it is to be trained, after the update before it: {names}"
     dist.barrier()
     if dist.get_rank() == 0:
         path = Path(str(config.rollouts.path)) / "collection-00001.parquet"
