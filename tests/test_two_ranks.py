@@ -78,9 +78,9 @@ def test_a_sharded_reference_gives_the_gradients_of_one_process_and_comes_back_o
 ) -> None:
     (want,) = worlds[1]
     for rank in worlds[2]:
-        for update in (0, 1):
+        for update, limit in ((0, 1e-5), (1, 2e-5)):  # Adam's first step spreads what was rounded
             got = rank["reference"]["gradients"][update]
-            assert difference(got, want["reference"]["gradients"][update]) <= 1e-5
+            assert difference(got, want["reference"]["gradients"][update]) <= limit
             kl = terms(rank["reference"])[update]["loss/ref_kl"]
             assert kl == pytest.approx(terms(want["reference"])[update]["loss/ref_kl"], rel=1e-5)
             assert kl > 1e-3

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from distributed_cases import TWELVE, Rank, Watch
+from distributed_cases import TWELVE, Rank, Watch, accept_huge_rewards
 from gloo_world import full, joined
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -90,6 +90,7 @@ def cases(rank: Rank) -> None:
 
 
 def run_rank(number: int, world: int, directory: str) -> None:
+    accept_huge_rewards()
     with joined(number, world=world, directory=directory):
         watch = Watch()
         rank = Rank(world=world, directory=Path(directory), watch=watch)
@@ -101,6 +102,7 @@ def run_rank(number: int, world: int, directory: str) -> None:
 
 
 def write_inputs(directory: str) -> None:
+    accept_huge_rewards()
     write_files(Path(directory) / "twelve", [samples_of(TWELVE, seed=1)])
     bare = [
         [replace(s, ref_logprobs=None) for s in samples_of(TWELVE, seed=i, prefix=f"f{i}-")] for i in (2, 3)
