@@ -150,14 +150,14 @@ def linear_fits(config: Config, *, name: str) -> bool:
 
 def attention_of(config: Config) -> str:
     """The backend of full and sliding attention. `auto`: rows of one sample need no boundaries; rows with
-    documents take the kernel that comes with torch where it fits, else the reference.
+    documents take the kernel that comes with torch where it fits, else the reference, as shared rows do.
     """
     requested = config.policy.attention.value
     if requested != "auto":
         return requested
     if not config.packed:
         return "torch"
-    return "varlen" if attention_fits(config, name="varlen") else "reference"
+    return "varlen" if not config.shares and attention_fits(config, name="varlen") else "reference"
 
 
 def linear_of(config: Config) -> str:
@@ -165,7 +165,7 @@ def linear_of(config: Config) -> str:
     requested = config.policy.linear_attention.value
     if requested != "auto":
         return requested
-    return "fla" if linear_fits(config, name="fla") else "reference"
+    return "fla" if not config.shares and linear_fits(config, name="fla") else "reference"
 
 
 def backends_of(config: Config) -> dict[str, Backend]:

@@ -3,8 +3,8 @@
 The files of the earlier run are moved to `.replaced-<recipe>` inside the run directory. They are deleted when
 the first checkpoint of the new run is complete; a recipe that saves no checkpoints deletes them when it ends
 well. A new run that is refused or dies before puts them back; where it was killed, the next command does.
-What the new run wrote until then is moved to `.ended-<recipe>`. Every step is a rename inside one directory,
-and each of them can be the last one of a killed process. No torch.
+Files that the new run wrote until then are moved to `.ended-<recipe>`. Every step is a rename inside one
+directory, and each of them can be the last one of a killed process. No torch.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def read_below(path: str, *, roots: Sequence[str]) -> dict[str, Tensor]:
 
 
 def run(config: Config) -> None:
-    """Listen until told to stop."""
+    """Listen until a signal."""
     device = torch.device("cpu" if config.trainer.accelerator == "cpu" else "cuda")
     engine = LocalEngine(config.model, device=device)
     if config.init_from is not None:
@@ -67,7 +67,7 @@ def run(config: Config) -> None:
     host, port = config.serve.host, config.serve.port
 
     def announce(text: str) -> None:
-        """aiohttp says where it listens once it does."""
+        """aiohttp prints its address once it listens."""
         if "http://" in text:
             print(text.splitlines()[0].strip("= "), flush=True)
 

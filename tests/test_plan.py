@@ -657,3 +657,13 @@ def test_pads_are_drawn_behind_the_documents_up_to_the_length_of_the_row(tmp_pat
         pads = (inside == [int(PADS[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=1).sum()
         shares[multiple] = pads / (len(inside) - (inside == 0xFF).all(axis=1).sum())
     assert shares == pytest.approx({1: 0.0, 20: 0.0, 80: 0.2, 100: 0.4}, abs=0.04)
+
+
+def test_a_pack_of_shared_rows_is_one_bar_of_its_rows(tmp_path: Path) -> None:
+    plan = PackPlan(packs=(((0, 1, 2),), ((3, 4, 5),)), rows=((60,), (90,)))
+    draw_packs(plan, lengths=[50] * 6, budget=100, path=tmp_path / "p.png")
+    pixels = np.rint(imread(tmp_path / "p.png")[..., :3] * 255).astype(int)
+    inside = pixels[60:-80, 60:-160].reshape(-1, 3)
+    grey = (inside == 0xEE).all(axis=1).sum()
+    white = (inside == 0xFF).all(axis=1).sum()
+    assert 1 - grey / (len(inside) - white) == pytest.approx(0.75, abs=0.08)

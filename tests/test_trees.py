@@ -203,7 +203,7 @@ def test_the_forest_of_six_samples_is_the_one_drawn_by_hand() -> None:
         0,
         1,
     ]
-    assert (pack.recorded_rows, pack.shared.unshared_routes) == (6, 0)
+    assert (pack.recorded_rows, pack.unshared_routes) == (6, 0)
 
 
 def test_a_missing_route_takes_what_was_recorded_else_the_first_samples_synthetic_one() -> None:
@@ -217,12 +217,19 @@ def test_a_missing_route_takes_what_was_recorded_else_the_first_samples_syntheti
     assert np.array_equal(ending.routes[-1], tail_routes("s3", layout=LAYOUT, topology=ONE))
 
 
+def test_rows_that_no_sample_shares_because_of_the_first_route_are_counted_too() -> None:
+    samples = [sample_of(0, [1, 2, 3, 4]), sample_of(1, [1, 2, 3, 4], changed_routes=0)]
+    pack = tree_of(samples)
+    assert pack.shared is None
+    assert pack.unshared_routes == 4
+
+
 def test_equal_tokens_with_other_routes_are_not_shared_and_are_counted() -> None:
     samples = [sample_of(0, [1, 2, 3, 4]), sample_of(1, [1, 2, 3, 5], changed_routes=1)]
     pack = tree_of(samples)
     assert pack.shared is not None
     assert pack.shared.forest.lengths == (1, 3, 3)
-    assert pack.shared.unshared_routes == 2
+    assert pack.unshared_routes == 2
     reordered = dataclasses.replace(samples[0], id="s2", routes=samples[0].routes[:, :, ::-1].copy())
     both = tree_of([samples[0], reordered])
     assert both.num_rows == 4  # sets of ids, not lists

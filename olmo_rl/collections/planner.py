@@ -64,7 +64,7 @@ def plan_settings(config: Config) -> dict[str, Any]:
         "packing": asdict(config.packing) | {"kind": config.packing.kind.value},
         "balance": [balance.kind.value, balance.layer_stride],
         "max_destination_load": balance.max_destination_load,
-    }
+    } | ({"replay": config.policy.replay} if config.shares else {})  # routes decide which rows are shared
 
 
 # A step as the planner sees it, and its schedule: None where another rank searches.

@@ -148,7 +148,7 @@ def _without_template(conversation: Conversation, *, tokenizer: Tokenizer) -> tu
 
 def _by_template(conversation: Conversation, *, backend: Any) -> tuple[list[int], list[bool]]:
     if not backend.is_fast:
-        raise Refusal("the tokenizer has no fast form, which says where in the text a token lies")
+        raise Refusal("the tokenizer has no fast form, which records where in the text a token lies")
     template = _template_of(backend)
     # Arguments that rows may not set: those of the call, and the special tokens of the tokenizer.
     reserved = {*signature(backend.apply_chat_template).parameters, "messages", *backend.special_tokens_map}

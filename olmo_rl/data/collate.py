@@ -112,6 +112,9 @@ def _share_rows(pack: Pack, *, samples: Sequence[Sample], padding: Padding) -> N
     replayed = pack.routes is not None
     laid = lay(samples, replayed=replayed, padding=padding)
     forest, row_of, first, recorded = laid.forest, laid.row_of, laid.first, laid.recorded
+    if replayed:
+        by_tokens = find_sharing(samples, replayed=False)
+        pack.unshared_routes = laid.real_rows - by_tokens.rows(0, len(samples))
     if not forest.branches:
         return
     if pack.routes is not None:
@@ -124,7 +127,6 @@ def _share_rows(pack: Pack, *, samples: Sequence[Sample], padding: Padding) -> N
     scored = pack.scored_rows().numpy()
     pairs = np.stack([row_of[scored - 1], pack["tokens"].numpy()[scored]])
     _, head, head_of = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
-    by_tokens = find_sharing(samples, replayed=False)
     pack.shared = SharedRows(
         forest=forest,
         cu_seqlens=torch.tensor(forest.boundaries, dtype=torch.int32),
@@ -134,7 +136,6 @@ def _share_rows(pack: Pack, *, samples: Sequence[Sample], padding: Padding) -> N
         head_of=torch.from_numpy(head_of.reshape(-1)),
         real_rows=laid.real_rows,
         recorded_rows=len(np.unique(row_of[recorded])),
-        unshared_routes=laid.real_rows - by_tokens.rows(0, len(samples)),
     )
 
 

@@ -96,7 +96,7 @@ class Inputs:
         return problems
 
     def facts(self) -> dict[str, Any]:
-        """What the other ranks of a launcher are told, values of JSON: they read large values themselves."""
+        """The facts for the other ranks of a launcher, values of JSON: they read large values themselves."""
         stamps = {name: list(stamp) for name, stamp in self.stamps.items()}
         return {"stamps": stamps, "carries_reference": self.carries_reference}
 

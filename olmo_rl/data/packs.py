@@ -163,8 +163,7 @@ class SharedRows:
     boundaries; `row_of` int64 [T]: the row that reads each token; `first` int64 [R]: a token that each row
     reads. Rows from `real_rows` on are pads: roots that repeat beginnings of paths. `heads` int64 [P]: scored
     tokens that differ in the row that predicts them or in the token; `head_of` int64 [S]: which of them each
-    scored token equals. `recorded_rows`: rows whose experts an engine chose; `unshared_routes`: rows that
-    would be shared if equal tokens had equal routes.
+    scored token equals. `recorded_rows`: rows whose experts an engine chose.
     """
 
     forest: Forest
@@ -175,7 +174,6 @@ class SharedRows:
     head_of: Tensor
     real_rows: int
     recorded_rows: int
-    unshared_routes: int
 
     def map(self, move: Callable[[Tensor], Tensor]) -> SharedRows:
         """The same with `move` applied to every tensor."""
@@ -198,7 +196,8 @@ class Pack:
     `ids[d]` is the sample of document d, `document_ids` int64 [T] its index per token. Pads, where there are
     any, are the rows from `real_tokens` on and form documents after `len(ids)`. `placeholders[d]`: pads may
     not repeat document d. `pad_routes` int64 [P, L, K]: ids of P pads that repeat nothing. `scored`:
-    `scored_rows` once it was asked for.
+    `scored_rows` once it was asked for. `unshared_routes`: rows that would be shared if equal
+    tokens had equal routes.
     """
 
     ids: tuple[str, ...]
@@ -213,6 +212,7 @@ class Pack:
     pad_routes: Tensor | None = None
     scored: Tensor | None = None
     shared: SharedRows | None = None
+    unshared_routes: int = 0
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]

@@ -5,6 +5,7 @@ in objective.py: C columns, W ranks, R replicas, E expert-parallel ranks, L rout
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,15 @@ from olmo_rl.planning.pads import Pads
 from olmo_rl.types import NO_PADDING, PackPlan, Padding, Topology
 
 PADS = "#f0b8a8"  # their colour in packs.png
+
+
+def _packs_as_bars(plan: PackPlan) -> tuple[PackPlan, NDArray[np.int64]]:
+    """The plan with one document a pack, and the rows of these packs."""
+    assert plan.rows is not None, "rows are those of a plan that shares them"
+    rows = np.array([count for rank in plan.rows for count in rank], dtype=np.int64)
+    numbers = iter(range(len(rows)))
+    packs = tuple(tuple((next(numbers),) for _ in rank) for rank in plan.packs)
+    return replace(plan, packs=packs, rows=None), rows
 
 
 def draw_packs(
@@ -40,6 +50,9 @@ def draw_packs(
     from matplotlib.figure import Figure
 
     tokens = np.asarray(lengths, dtype=np.int64)
+    if plan.rows is not None:
+        # Samples share rows, so a pack has one bar: its rows, not the tokens of its samples.
+        plan, tokens = _packs_as_bars(plan)
     widths = [
         budget or max(int(tokens[i]) for rank in plan.packs for i in rank[column])
         for column in range(plan.packs_per_rank)

@@ -206,7 +206,8 @@ class Broadcaster:
         await asyncio.wait({calling, sending}, return_when=asyncio.FIRST_EXCEPTION)
         if not sending.done():
             group.close()  # the engine takes nothing
-            await asyncio.wait({sending})
+            await asyncio.wait({sending}, timeout=SILENCE.total_seconds())
+            sending.add_done_callback(lambda future: future.cancelled() or future.exception())
         elif not calling.done():
             calling.cancel()
         _outcome(calling, sending)

@@ -29,16 +29,24 @@ STARTED = {
     Source.vllm: "start it with VLLM_SERVER_DEV_MODE=1",
     Source.sglang: "use SGLang 0.5.17 or newer",
 }
+# SGLang empties its cache on a GET of /flush_cache too, which a check must not.
 CALLS = {
-    Source.vllm: ("/pause", "/collective_rpc", "/update_weight_version", "/resume", "/reset_prefix_cache"),
-    Source.sglang: (
-        "/pause_generation",
-        "/update_weights_from_disk",
-        "/continue_generation",
-        "/flush_cache",
-    ),
+    Source.vllm: ("/pause", "/resume", "/reset_prefix_cache"),
+    Source.sglang: ("/pause_generation", "/continue_generation"),
 }
-BROADCAST_CALLS = ("/init_weights_update_group", "/update_weights_from_distributed")
+RELOADS = {
+    Source.vllm: ("/collective_rpc", "/update_weight_version"),
+    Source.sglang: ("/update_weights_from_disk",),
+}
+BROADCASTS = {
+    Source.vllm: (
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    ),
+    Source.sglang: ("/init_weights_update_group", "/update_weights_from_distributed"),
+}
 SEEN = (200, 400, 401, 405, 422)  # answers of a path that exists to a GET without arguments
 
 
@@ -97,8 +105,8 @@ class _Checked:
     async def _calls(self) -> Finding:
         """Whether the control calls of this configuration exist."""
         rollouts = self.config.rollouts
-        paths = CALLS[rollouts.source]
-        paths += BROADCAST_CALLS if rollouts.publication is PublicationKind.collective else ()
+        collective = rollouts.publication is PublicationKind.collective
+        paths = CALLS[rollouts.source] + (BROADCASTS if collective else RELOADS)[rollouts.source]
         lacking = []
         for path in paths:
             try:

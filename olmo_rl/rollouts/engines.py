@@ -38,7 +38,7 @@ from olmo_rl.rollouts.exchange import (
     RejectedRequest,
     client_with,
 )
-from olmo_rl.rollouts.fleet import Fleet
+from olmo_rl.rollouts.fleet import Fleet, reason_of
 from olmo_rl.rollouts.requests import ask, attempt_body, common_body, model_card
 from olmo_rl.rollouts.wire import Completion, RouteAxis
 from olmo_rl.types import Refusal
@@ -49,6 +49,7 @@ CPU = torch.device("cpu")
 # How a caller waits for calls to engines: alone, or together with other ranks, which then return early.
 Wait = Callable[[Future[Any]], object]
 FIRST_BACKOFF_SECONDS = 0.2
+PROBE_SECONDS = 120.0  # of all questions of one comparison to one engine: ranks wait for it
 LONGEST_BACKOFF_SECONDS = 10.0
 
 
@@ -157,8 +158,8 @@ class RemoteEngine:
         """
         self.hold(wait=wait)
         fleet = self._fleet
+        ready = self._call(fleet.begin_broadcast(version), wait=wait)
         deadline = Deadline(fleet.patience)
-        ready = self._call(fleet.begin_broadcast(version, deadline=deadline), wait=wait)
         for number, bucket in enumerate(buckets):
             send = partial(self._control.send, bucket=bucket, version=version)
             sent = self._call(fleet.each(ready, send), wait=wait)
@@ -237,16 +238,21 @@ class RemoteEngine:
 
         async def ask(engine: Engine) -> list[Generation] | str:
             version, given = engine.version, []
+            deadline = Deadline(PROBE_SECONDS)
             try:
                 for request in requests:
                     sent = attempt_body(body, request, version, seed=seed)
-                    completion = await self._ask(engine, sent, request=request)
+                    seconds = deadline.left(at_most=self._config.timeout_seconds)
+                    completion = await self._ask(engine, sent, request=request, seconds=seconds)
+                    self._fleet.check_version(engine, completion, at_start=version)
                     given.append(
                         generation_of(completion, request=request, version=version, wanted=self._wanted)
                     )
-                return given
+                await self._fleet.compare_version(engine)  # answers need not name one
+                return reason_of(engine) if engine.resting else given
             except EngineFault as fault:
-                self._fleet.failed(engine, fault)
+                if not engine.resting:
+                    self._fleet.failed(engine, fault)
                 return str(fault)
 
         found = await asyncio.gather(*(ask(engine) for engine in engines))
@@ -269,10 +275,21 @@ class RemoteEngine:
             routes=self._wanted.axis is not None,
         )
 
-    async def _ask(self, engine: Engine, body: Mapping[str, Any], *, request: Request) -> Completion:
-        seconds = self._config.timeout_seconds
+    async def _ask(
+        self,
+        engine: Engine,
+        body: Mapping[str, Any],
+        *,
+        request: Request,
+        seconds: float | None = None,
+    ) -> Completion:
         return await ask(
-            self._client, engine.url, body, request=request, wanted=self._wanted, seconds=seconds
+            self._client,
+            engine.url,
+            body,
+            request=request,
+            wanted=self._wanted,
+            seconds=self._config.timeout_seconds if seconds is None else seconds,
         )
 
     async def _all(

@@ -60,11 +60,15 @@ class Fleet:
         self.held = False
         self.refuse_without_engines()
 
-    async def begin_broadcast(self, version: int, *, deadline: Deadline) -> list[Engine]:
-        """The engines that joined rank 0, ready for tensors."""
+    async def begin_broadcast(self, version: int) -> list[Engine]:
+        """The engines that joined rank 0, ready for tensors. Every attempt has a deadline of its own."""
         first, self.published, self.version = self.version is None, None, version
-        begin = partial(self.control.begin_broadcast, deadline=deadline)
-        return await self._until_one(lambda: self.each(self.engines, begin), first=first)
+
+        async def all_at_once() -> list[Engine]:
+            begin = partial(self.control.begin_broadcast, deadline=Deadline(self.patience))
+            return await self.each(self.engines, begin)
+
+        return await self._until_one(all_at_once, first=first)
 
     async def end_broadcast(self, ready: Sequence[Engine], version: int, *, deadline: Deadline) -> None:
         """Resume the engines that have all tensors; refused where there is none."""

@@ -245,7 +245,7 @@ def _read(path: Path) -> Beat | None:
 
 
 def _state(beat: Beat) -> str:
-    """What the system says of a process of this host that shows no sign of life."""
+    """The state that the system reports of a process of this host that shows no sign of life."""
     if beat.host != socket.gethostname():
         return ""
     try:

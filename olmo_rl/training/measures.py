@@ -116,9 +116,7 @@ def measure_pack(
         "count/padded_tokens": torch.tensor(float(pack.num_rows)),
         "count/scored": torch.tensor(float(len(slots.slots))),
         "count/packs": torch.tensor(1.0),
-        "count/unshared_routes": torch.tensor(
-            0.0 if pack.shared is None else float(pack.shared.unshared_routes)
-        ),
+        "count/unshared_routes": torch.tensor(float(pack.unshared_routes)),
     }
     sums |= _replay_sums(pack, trace=trace, num_experts=num_experts)
     if compared:

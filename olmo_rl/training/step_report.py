@@ -118,9 +118,10 @@ def _balance_events(result: StepResult) -> dict[str, dict[str, Any]]:
     if schedule is not None and schedule.plan.search is not None:
         events["expert_schedule"] = schedule.event(ids=[sample.id for sample in result.step.samples])
     if schedule is not None and balance is not None:
+        shares = schedule.plan.rows is not None  # then work by samples is not work by rows
         events["expert_balance"] = balance | {
-            "token_work": schedule.after.token_work,
-            "pair_work": schedule.after.pair_work,
+            "token_work": None if shares else schedule.after.token_work,
+            "pair_work": None if shares else schedule.after.pair_work,
             "columns": schedule.after.packs_per_rank,
             "update_s": result.seconds,
         }
