@@ -58,11 +58,12 @@ def complete_checkpoints(run_dir: str | Path) -> list[Path]:
     return [path for path in named_checkpoints(run_dir) if checkpoint_fault(path) is None]
 
 
-def prune_checkpoints(run_dir: str | Path, *, keep: int, best: Path | None = None) -> None:
-    """Delete all but the `keep` newest complete checkpoints and the `best` one, and damaged ones older than
-    those. Each loses its name first: one that is deleted in part is never taken for a checkpoint.
+def prune_checkpoints(run_dir: str | Path, *, keep: int, newest: Path, best: Path | None = None) -> None:
+    """Delete all but the `keep` newest complete checkpoints up to `newest`, which was just saved, and the
+    `best` one, and damaged ones older than those. Later ones were passed over as damaged: they do not count,
+    and stay. Each loses its name first: one that is deleted in part is never taken for a checkpoint.
     """
-    kept = complete_checkpoints(run_dir)[-keep:]
+    kept = [path for path in complete_checkpoints(run_dir) if step_of(path) <= step_of(newest)][-keep:]
     for path in named_checkpoints(run_dir):
         if path == kept[0]:
             break

@@ -772,8 +772,23 @@ def test_checkpoints_that_are_deleted_in_part_have_no_name_and_damaged_old_ones_
     directory = tmp_path / "checkpoints"
     (directory / "step-1" / "meta.pt").unlink()
     (directory / "step-4" / "meta.pt").unlink()
-    prune_checkpoints(tmp_path, keep=1)
+    prune_checkpoints(tmp_path, keep=1, newest=directory / "step-3")
     assert names(tmp_path) == ["step-3", "step-4"]
+
+
+def test_a_later_checkpoint_that_was_passed_over_as_damaged_is_not_kept_instead_of_the_one_just_saved(
+    tmp_path: Path,
+) -> None:
+    config = Config(run_dir=str(tmp_path), ckpt_path="last")
+    for step in (10, 20):
+        write_checkpoint(tmp_path, step=step)
+    directory = tmp_path / "checkpoints"
+    (directory / "step-20" / "meta.pt").write_bytes(b"other")  # as many bytes
+    assert settled(config).ckpt_path == str(directory / "step-10")
+    saved = write_checkpoint(tmp_path, step=12)
+    prune_checkpoints(tmp_path, keep=1, newest=saved)
+    assert names(tmp_path) == ["step-12", "step-20"]
+    assert settled(config).ckpt_path == str(saved)
 
 
 def write_evaluations(run_dir: Path, values: dict[int, float | None], *, name: str = "accuracy") -> None:
@@ -797,7 +812,9 @@ def test_best_is_the_checkpoint_with_the_best_held_out_evaluation_of_its_own_upd
     assert "the best checkpoint of the run directory is not its newest" in line
     write_evaluations(tmp_path, {2: 1.5, 4: 1.25, 8: 1.75}, name="loss")  # of recipe=sft: the lowest
     assert best_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-4"
-    prune_checkpoints(tmp_path, keep=1, best=best_checkpoint(tmp_path))
+    prune_checkpoints(
+        tmp_path, keep=1, newest=tmp_path / "checkpoints" / "step-8", best=best_checkpoint(tmp_path)
+    )
     assert names(tmp_path) == ["step-4", "step-8"]
     write_evaluations(tmp_path, {8: 1.0})
     assert refusals(config) == []

@@ -160,7 +160,7 @@ class CheckpointWriter:
         finish_checkpoint(snapshot.scratch, final=snapshot.final)
         discard_replaced(self._config)
         run_dir, keep = self._config.run_dir, self._config.callbacks.keep_checkpoints
-        prune_checkpoints(run_dir, keep=keep, best=best_checkpoint(run_dir))
+        prune_checkpoints(run_dir, keep=keep, newest=snapshot.final, best=best_checkpoint(run_dir))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
