@@ -148,7 +148,8 @@ def _owned(given: Config) -> Iterator[Accepted]:
             accepted = _accepted(without_links(config), stack=stack)
             config = accepted.config
             if config.run_dir and config.recipe in RUN_MARKS:
-                note_job(config.run_dir, environ=os.environ)
+                if not created:
+                    note_job(config.run_dir, environ=os.environ)
                 link_newest(Path(config.run_dir))
             yield accepted
     finally:

@@ -53,6 +53,8 @@ def with_directory(config: Config, *, environ: Mapping[str, str]) -> tuple[Confi
     earlier = _earlier(base, kind=kind_of(config))
     if (requeued := _of_this_job(earlier, environ=environ)) is not None:
         return replace(config, run_dir=str(requeued)), False
+    if this_process(environ).restarts and (config.overwrite or config.ckpt_path == "auto"):
+        earlier = []  # runs of other commands: an earlier attempt of this one began none
     if config.ckpt_path == "best":
         found = best_checkpoint(earlier[-1]) if earlier else None
         if found is None:
@@ -61,7 +63,9 @@ def with_directory(config: Config, *, environ: Mapping[str, str]) -> tuple[Confi
         config = replace(config, ckpt_path=str(found))
     elif earlier and (config.overwrite or config.ckpt_path in ("last", "auto")):
         return replace(config, run_dir=str(earlier[-1])), False
-    return replace(config, run_dir=str(new_directory(base, kind=kind_of(config)))), True
+    created = new_directory(base, kind=kind_of(config))
+    note_job(created, environ=environ)
+    return replace(config, run_dir=str(created)), True
 
 
 def new_directory(base: Path, *, kind: str) -> Path:
@@ -142,9 +146,12 @@ def without_links(value: T) -> T:
 
 def _followed(path: str) -> str:
     """The path with the link to a numbered directory in it replaced by that directory."""
-    for link in (Path(path), *Path(path).parents):
-        if link.is_symlink() and (link.parent / os.readlink(link) / MARK).is_file():
-            return str(link.parent / os.readlink(link) / Path(path).relative_to(link))
+    try:
+        for link in (Path(path), *Path(path).parents):
+            if link.is_symlink() and (link.parent / os.readlink(link) / MARK).is_file():
+                return str(link.parent / os.readlink(link) / Path(path).relative_to(link))
+    except OSError:  # a long text with a slash, which is no path
+        return path
     return path
 
 

@@ -113,6 +113,22 @@ def test_a_requeued_job_returns_to_its_directory_and_other_jobs_do_not(tmp_path:
     assert directory_of(asked(tmp_path, recipe=Recipe.rollout), environ=again) == "a-5"
 
 
+def test_a_requeued_job_without_a_directory_of_its_own_takes_none_of_another_command(tmp_path: Path) -> None:
+    directory_of(asked(tmp_path))
+    again = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
+    assert directory_of(asked(tmp_path, ckpt_path="auto"), environ=again) == "a-2"
+    directory_of(asked(tmp_path))
+    twice = {**again, "SLURM_RESTART_COUNT": "2"}
+    assert directory_of(asked(tmp_path, ckpt_path="auto"), environ=twice) == "a-2", "recorded when created"
+    other = {**again, "SLURM_JOB_ID": "78"}
+    assert directory_of(asked(tmp_path, overwrite=True), environ=other) == "a-4"
+
+
+def test_a_long_text_with_a_slash_is_no_path() -> None:
+    text = "Answer with a/b. " * 400
+    assert without_links(Config(init_from=text)).init_from == text
+
+
 def test_the_link_leads_to_the_newest_and_a_run_that_reads_through_it_keeps_its_target(
     tmp_path: Path,
 ) -> None:
