@@ -41,7 +41,7 @@ from olmo_rl.refusals import refusals
 from olmo_rl.refusals.runs import RUN_MARKS
 from olmo_rl.replaced_runs import recover, replaced
 from olmo_rl.run_lease import lease
-from olmo_rl.running.launchers import launched_rank, launched_world
+from olmo_rl.running.launchers import launched_rank, launched_world, rank_faults
 from olmo_rl.types import Refusal
 
 if TYPE_CHECKING:
@@ -178,6 +178,8 @@ def _accepted(config: Config, *, stack: ExitStack) -> Accepted:
             raise Refusal(reasons)
         return Accepted(config=settled(config), inputs=None)
     reasons.extend(refusals(config))
+    if not reasons and RECIPES[config.recipe].ranks:
+        reasons.extend(rank_faults(config, environ=os.environ))
     if not reasons:
         reasons.extend(damaged_weights(config))
     from olmo_rl.data.preflight import examine

@@ -15,7 +15,7 @@ from bounds import BOUND_SECONDS
 from documents import ROOT
 from training_cases import config_of, files, write_files
 
-from olmo_rl import library
+from olmo_rl import backends, library
 from olmo_rl.chosen_checkpoint import settled
 from olmo_rl.cli import run as run_command
 from olmo_rl.config import Config, Recipe
@@ -125,7 +125,7 @@ def test_a_requeued_job_without_a_directory_of_its_own_takes_none_of_another_com
 
 
 def test_a_long_text_with_a_slash_is_no_path() -> None:
-    text = "Answer with a/b. " * 400
+    text = f"Answer with {'a' * 300}/b"
     assert without_links(Config(init_from=text)).init_from == text
 
 
@@ -178,6 +178,35 @@ def test_a_refused_command_does_not_touch_the_records_of_the_run_in_place(
     assert {path.name: path.read_text() for path in records.iterdir()} == before
     assert run_command([*plan, "packing.max_tokens=8"]) == 2
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["p"]
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [("trainer.num_nodes=2", "needs a launcher"), ("logger=wandb", "not installed"), ("", "contradicts")],
+)
+def test_what_the_ranks_cannot_start_with_is_refused_before_anything_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    override: str,
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if override == "logger=wandb":
+        monkeypatch.setattr(backends, "importable", lambda name: False)
+    if not override:
+        one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        for name, value in {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        override, reason = "trainer.devices=2", "the launcher started WORLD_SIZE=1 ranks"
+    assert run_command(["+experiment=packed_moe", override]) == 2
+    assert reason in capfd.readouterr().err
+    assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())
+    new_directory(tmp_path / "outputs" / "packed_moe", kind="train")
+    before = sorted((tmp_path / "outputs" / "packed_moe-1").iterdir())
+    assert run_command(["+experiment=packed_moe", "ckpt_path=auto", override]) == 2
+    assert sorted((tmp_path / "outputs" / "packed_moe-1").iterdir()) == before
+    assert not (tmp_path / "outputs" / "packed_moe").exists()
 
 
 def test_what_rank_0_settled_reaches_the_other_ranks() -> None:

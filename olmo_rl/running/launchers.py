@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from olmo_rl.backends import missing
 from olmo_rl.config import Config
 from olmo_rl.types import Refusal
 
@@ -34,11 +35,9 @@ def rank_variables(environ: Mapping[str, str], *, config: Config) -> dict[str, s
     trainer = config.trainer
     ours = f"trainer.devices={trainer.devices} x trainer.num_nodes={trainer.num_nodes}"
     if _by_torchrun(environ):
-        missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-        if missing:
-            raise Refusal(
-                f"RANK is set but not {', '.join(missing)}: start the ranks with launch/torchrun.sh"
-            )
+        absent = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if absent:
+            raise Refusal(f"RANK is set but not {', '.join(absent)}: start the ranks with launch/torchrun.sh")
         local = environ.get("LOCAL_WORLD_SIZE", str(trainer.devices))
         if int(environ["WORLD_SIZE"]) != trainer.world_size or int(local) != trainer.devices:
             raise Refusal(
@@ -65,6 +64,23 @@ def rank_variables(environ: Mapping[str, str], *, config: Config) -> dict[str, s
         "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(_port(environ)),
     }
+
+
+def rank_faults(config: Config, *, environ: Mapping[str, str]) -> list[str]:
+    """Why no rank of this job can start here: what the machine lacks, a launcher of another world, and
+    several nodes without a launcher.
+    """
+    reasons = missing(config)
+    try:
+        launched = rank_variables(environ, config=config) is not None
+    except Refusal as refusal:
+        return [*reasons, *refusal.reasons]
+    if not launched and config.trainer.num_nodes > 1:
+        reasons.append(
+            f"trainer.num_nodes={config.trainer.num_nodes} needs a launcher that starts the ranks of every "
+            "node: use launch/slurm.sbatch or launch/torchrun.sh, or set trainer.num_nodes=1"
+        )
+    return reasons
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

@@ -12,10 +12,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from olmo_rl.backends import missing
 from olmo_rl.config import BalanceKind, Config
 from olmo_rl.running.heartbeat import beating
-from olmo_rl.running.launchers import launched_rank, rank_variables
+from olmo_rl.running.launchers import launched_rank, rank_faults, rank_variables
 from olmo_rl.running.rank_process import (
     Entry,
     Named,
@@ -40,8 +39,8 @@ def run_ranks(entry: Entry | Named, config: Config) -> None:
     be resumed), Interrupted(128 + signal) where ranks ended of a signal sent to us, RankFailed for the rest.
     The first cause wins; the other ranks are ended. `entry` must be importable by name.
     """
-    if lacking := missing(config):
-        raise Refusal(lacking)
+    if reasons := rank_faults(config, environ=os.environ):
+        raise Refusal(reasons)
     variables = rank_variables(os.environ, config=config)
     with ended_by_signals():
         _compile_planner(config)
@@ -49,13 +48,8 @@ def run_ranks(entry: Entry | Named, config: Config) -> None:
         _run_launched(entry, config, variables=variables)
     elif config.trainer.world_size == 1:
         _run_alone(entry, config)
-    elif config.trainer.num_nodes == 1:
-        supervise(entry, config)
     else:
-        raise Refusal(
-            f"trainer.num_nodes={config.trainer.num_nodes} needs a launcher that starts the ranks of every "
-            "node: use launch/slurm.sbatch or launch/torchrun.sh, or set trainer.num_nodes=1"
-        )
+        supervise(entry, config)
 
 
 def _compile_planner(config: Config) -> None:
