@@ -11,6 +11,7 @@ Nothing here imports torch: a recipe does.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from olmo_rl.data.inputs import Inputs
 
+_launched_runs = itertools.count()  # of this process; all ranks of a launcher count alike
 UPCYCLING = (Recipe.train, Recipe.sft, Recipe.rollout)  # recipes that may start from upcycled weights
 
 
@@ -125,15 +127,16 @@ def prepared(config: Config) -> Iterator[Accepted]:
         return
     from olmo_rl.running.agreement import announced, announcing
 
+    run = next(_launched_runs)
     if launched_rank(os.environ):
         if reasons := refusals(replace(config, run_dir="")):
             raise Refusal(reasons)
         from olmo_rl.data.inputs import Inputs
 
-        found, facts = announced(config)
+        found, facts = announced(config, run=run)
         yield Accepted(config=found, inputs=Inputs.of_facts(facts))
         return
-    with announcing(config) as announcement, _owned(config) as accepted:
+    with announcing(config, run=run) as announcement, _owned(config) as accepted:
         facts = {} if accepted.inputs is None else accepted.inputs.facts()
         announcement.settle(given=config, settled=accepted.config, facts=facts)
         yield accepted

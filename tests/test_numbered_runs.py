@@ -7,18 +7,21 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bounds import BOUND_SECONDS
 from documents import ROOT
+from torch.distributed import TCPStore
 from training_cases import config_of, files, write_files
 
 from olmo_rl import backends, library
 from olmo_rl.chosen_checkpoint import settled
 from olmo_rl.cli import run as run_command
-from olmo_rl.config import Config, Recipe
+from olmo_rl.config import Config, Recipe, StrategyConfig, TrainerConfig
 from olmo_rl.numbered_runs import (
     link_newest,
     new_directory,
@@ -28,7 +31,8 @@ from olmo_rl.numbered_runs import (
     without_links,
 )
 from olmo_rl.run_directory import finish_checkpoint
-from olmo_rl.running.agreement import changed, differences
+from olmo_rl.running import agreement
+from olmo_rl.running.agreement import announced, changed, differences
 from olmo_rl.types import Refusal
 
 
@@ -271,3 +275,44 @@ def test_ranks_of_a_launcher_get_the_directory_that_rank_0_chose_or_end(tmp_path
     assert printed[1][1] == "rank 0 refused the run"
     assert "strategy.timeout_seconds=1: rank 0 announced no run directory in time" in printed[1][2]
     assert not (tmp_path / "outputs" / "packed_moe").exists(), "an empty directory goes"
+
+
+@pytest.fixture
+def rank_1(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """This process as rank 1 of two, and the store that rank 0 would serve."""
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    one = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return store
+
+
+def waiting(seconds: float) -> Config:
+    strategy = StrategyConfig(timeout_seconds=seconds)
+    return Config(trainer=TrainerConfig(devices=2), strategy=strategy, run_dir="outputs/a-*")
+
+
+def announce(store: Any, run: int, directory: str) -> None:
+    found = replace(waiting(1.0), run_dir=directory)
+    announcement = agreement.Announcement(store, run=run)
+    announcement.settle(given=waiting(1.0), settled=found, facts={})
+
+
+def test_the_verdict_of_rank_0_has_a_limit_of_its_own(rank_1: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = threading.Timer(2.0, announce, (rank_1, 0, "outputs/a-1"))
+    later.start()
+    assert announced(waiting(1.0), run=0)[0].run_dir == "outputs/a-1"
+    later.join()
+    monkeypatch.setattr(agreement, "VERDICT_SECONDS", 0.1)
+    with pytest.raises(Refusal, match="rank 0 announced no run directory within 0 s"):
+        announced(waiting(600.0), run=1)
+
+
+def test_a_second_run_of_the_same_processes_reads_no_answer_of_the_first(rank_1: Any) -> None:
+    announce(rank_1, 0, "outputs/a-1")
+    assert announced(waiting(60.0), run=0)[0].run_dir == "outputs/a-1"
+    later = threading.Timer(0.5, announce, (rank_1, 1, "outputs/a-2"))
+    later.start()
+    assert announced(waiting(60.0), run=1)[0].run_dir == "outputs/a-2"
+    later.join()

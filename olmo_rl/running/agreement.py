@@ -2,8 +2,9 @@
 is refused, the run directory, the checkpoint or the weights to start from, and what it found in files.
 
 Under torchrun the ranks meet in the agent's store. Under srun rank 0 serves the store, where the process
-group then meets too. A rank waits for `strategy.timeout_seconds` at most, and ends at once where rank 0
-refused the run.
+group then meets too. A rank meets rank 0 within `strategy.timeout_seconds` and waits for its verdict for two
+hours at most: rank 0 may read large files. It ends at once where rank 0 refused the run, and where the store
+is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from olmo_rl.config import Config
 from olmo_rl.running.launchers import launched_rank, launched_world, rank_variables
 from olmo_rl.types import Refusal
 
-_READ = "olmo_rl/read"  # by how many ranks
+VERDICT_SECONDS = 7200.0  # that rank 0 has to judge files
+_POLL_SECONDS = 0.2
 _FAREWELL_SECONDS = 10.0  # for ranks that start later
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -29,8 +31,9 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 class Announcement:
     """What rank 0 announces to the other ranks, once."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, *, run: int) -> None:
         self._store = store
+        self._run = run
         self._announced = False
         self._settled = False
 
@@ -47,27 +50,27 @@ class Announcement:
             return
         self._announce("null")
         others, deadline = launched_world(os.environ) - 1, time.monotonic() + _FAREWELL_SECONDS
-        while self._store.add(_READ, 0) < others and time.monotonic() < deadline:
+        while self._store.add(_read_key(self._run), 0) < others and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _announce(self, text: str) -> None:
         self._announced = True
         if self._store is not None:
-            self._store.set(_key(), text)
+            self._store.set(_key(self._run), text)
 
     def close(self) -> None:
-        """Take a settled configuration back, which every rank has read once the run is over: the next run of
-        these processes announces its own.
-        """
+        """Delete a settled configuration, which every rank has read once the run is over."""
         if self._store is not None and self._settled:
-            self._store.delete_key(_key())
+            self._store.delete_key(_key(self._run))
 
 
 @contextmanager
-def announcing(config: Config) -> Iterator[Announcement]:
-    """On rank 0: serve what this block announces, until it ends. A block that raises before refuses."""
+def announcing(config: Config, *, run: int) -> Iterator[Announcement]:
+    """On rank 0: serve what this block announces, until it ends. A block that raises before refuses. `run`:
+    its number among the runs of these processes.
+    """
     store = _store(config) if launched_world(os.environ) > 1 else None
-    announcement, before = Announcement(store), os.environ.get(_AGENT_STORE)
+    announcement, before = Announcement(store, run=run), os.environ.get(_AGENT_STORE)
     if store is not None:
         os.environ[_AGENT_STORE] = "True"  # the process group meets in it too
     try:
@@ -81,15 +84,15 @@ def announcing(config: Config) -> Iterator[Announcement]:
             os.environ.pop(_AGENT_STORE, None)
 
 
-def announced(config: Config) -> tuple[Config, dict[str, Any]]:
-    """On another rank: return the configuration that rank 0 settled, and its facts. Raises Refusal where it
-    refused the run, or announced nothing in time.
+def announced(config: Config, *, run: int) -> tuple[Config, dict[str, Any]]:
+    """On another rank: return the configuration that rank 0 settled for this run, and its facts. Raises
+    Refusal where it refused the run, announced nothing in time, or is gone.
     """
     limit = config.strategy.timeout_seconds
     try:
         store = _store(config)
-        text = store.get(_key()).decode()
-        store.add(_READ, 1)
+        text = _verdict(store, run=run)
+        store.add(_read_key(run), 1)
     except RuntimeError as error:  # torch's DistError: the store is absent, silent, or gone
         reason = str(error).partition("\n")[0]
         raise Refusal(
@@ -103,9 +106,26 @@ def announced(config: Config) -> tuple[Config, dict[str, Any]]:
     return changed(config, values), facts
 
 
-def _key() -> str:
-    """The key of this attempt: torchrun restarts all ranks of a job in one store."""
-    return f"olmo_rl/settled/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+def _verdict(store: Any, *, run: int) -> str:
+    """Wait for the announcement of a run, where signals are handled between two looks."""
+    deadline = time.monotonic() + VERDICT_SECONDS
+    while not store.check([_key(run)]):
+        if time.monotonic() > deadline:
+            raise Refusal(
+                f"rank 0 announced no run directory within {VERDICT_SECONDS:.0f} s: look at its log"
+            )
+        time.sleep(_POLL_SECONDS)
+    return str(store.get(_key(run)).decode())
+
+
+def _key(run: int) -> str:
+    """The key of a run of this attempt: torchrun restarts all ranks of a job in one store."""
+    return f"olmo_rl/settled/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{run}"
+
+
+def _read_key(run: int) -> str:
+    """The key of how many ranks have read it."""
+    return f"{_key(run)}/read"
 
 
 def _store(config: Config) -> Any:
