@@ -38,7 +38,7 @@ from olmo_rl.overrides import (
 from olmo_rl.refusals.runs import RUN_NAME
 from olmo_rl.replaced_runs import RESTORED
 from olmo_rl.run_directory import EXIT_INTERRUPTED, complete_checkpoints
-from olmo_rl.running.launchers import launched_rank, launched_world
+from olmo_rl.running.launchers import launched_rank
 from olmo_rl.running.rank_process import end_with_launcher
 from olmo_rl.types import Interrupted, RankFailed, Refusal
 
@@ -138,7 +138,7 @@ class Jobs:
 
         hydra = HydraConfig.get()
         name = f"job {hydra.job.num}: " if hydra.mode is RunMode.MULTIRUN else ""
-        code = attempt(lambda: execute(values, parent=self.parent), name=name)
+        code = attempt(lambda: execute(values), name=name)
         self.codes.append(code)
         if code and os.getpid() != self.parent:
             raise SystemExit(code)
@@ -178,18 +178,11 @@ def attempt(job: Callable[[], None], *, name: str) -> int:
     return 0
 
 
-def execute(values: DictConfig, *, parent: int) -> None:
+def execute(values: DictConfig) -> None:
     """One job: type the configuration, check it, run its recipe."""
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
     hydra = HydraConfig.get()
-    world = launched_world(os.environ)
-    if hydra.mode is RunMode.MULTIRUN and world > 1 and os.getpid() == parent:
-        raise Refusal(
-            f"a sweep under a launcher of {world} ranks: start it without torchrun or srun, it "
-            "starts the ranks of each job itself, or choose hydra/launcher=slurm"
-        )
     config = typed_config(values, run_dir="")
     config = replace(config, run_dir=run_directory(hydra, run_name=config.run_name))
     with prepared(config) as accepted:

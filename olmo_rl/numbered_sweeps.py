@@ -1,49 +1,53 @@
-"""A numbered run directory for a sweep that is not named: Hydra calls this before and after all jobs."""
+"""A numbered run directory for a sweep that is not named: Hydra calls this before all jobs. It is never taken
+for a run: `ckpt_path=last`, `auto` and `overwrite=true` look for directories of runs.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 from typing_extensions import override
 
-from olmo_rl.config import Config
-from olmo_rl.numbered_runs import link_newest, unchosen, with_directory
+from olmo_rl.numbered_runs import WITHOUT_FILES, link_newest, new_directory
 from olmo_rl.overrides import is_named, sets
+from olmo_rl.running.launchers import launched_rank, launched_world
 from olmo_rl.types import Refusal
 
 
 class NumberedSweep(Callback):
     """Gives a sweep without a name a numbered directory, chosen once; the jobs lie below it."""
 
-    def __init__(self) -> None:
-        self._directory: Path | None = None
-
     @override
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         overrides = config.hydra.overrides
+        if (world := launched_world(os.environ)) > 1:
+            _refuse(
+                f"a sweep under a launcher of {world} ranks: start it without torchrun or srun, it starts "
+                "the ranks of each job itself, or choose hydra/launcher=slurm"
+            )
         if is_named(overrides.task) or sets(overrides.hydra, "hydra.sweep.dir"):
             return
-        values = Config(
-            recipe=config.recipe,
-            ckpt_path=config.ckpt_path,
-            overwrite=config.overwrite,
-            run_dir=unchosen(config.run_name, root=Path(config.hydra.runtime.cwd) / "outputs"),
-        )
-        try:
-            chosen = with_directory(values, environ=os.environ)[0]
-        except Refusal:  # Hydra cannot create its directory either, and reports that
+        if config.recipe in WITHOUT_FILES:
             return
-        if chosen.run_dir:
-            self._directory = Path(chosen.run_dir)
-            with read_write(config.hydra), open_dict(config.hydra):
-                overrides.hydra.append(f"hydra.sweep.dir='{self._directory}'")
-                config.hydra.sweep.dir = str(self._directory)
+        try:
+            directory = new_directory(
+                Path(config.hydra.runtime.cwd) / "outputs" / config.run_name, kind="sweep"
+            )
+        except Refusal as refusal:
+            _refuse(*refusal.reasons)
+        link_newest(directory)
+        with read_write(config.hydra), open_dict(config.hydra):
+            overrides.hydra.append(f"hydra.sweep.dir='{directory}'")
+            config.hydra.sweep.dir = str(directory)
 
-    @override
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        if self._directory is not None:
-            link_newest(self._directory)
+
+def _refuse(*reasons: str) -> NoReturn:
+    """End this command: Hydra turns exceptions of callbacks into warnings."""
+    if not launched_rank(os.environ):
+        print("refused, one reason:", *reasons, sep="\n  ", file=sys.stderr, flush=True)
+    raise SystemExit(2)

@@ -277,6 +277,27 @@ def test_ranks_of_a_launcher_get_the_directory_that_rank_0_chose_or_end(tmp_path
     assert not (tmp_path / "outputs" / "packed_moe").exists(), "an empty directory goes"
 
 
+def test_a_sweep_gets_a_directory_of_its_own_that_is_never_taken_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outputs = tmp_path / "outputs"
+    new_directory(outputs / "packed_moe", kind="plan")
+    sweep = ["-m", "+experiment=packed_moe", "recipe=plan", "batch.samples_per_step=32", "balance=none"]
+    for _ in range(2):
+        assert run_command([*sweep, "seed=1", "overwrite=true"]) == 0
+    names = [path.name for path in outputs.iterdir()]
+    assert sorted(names) == ["packed_moe", "packed_moe-1", "packed_moe-2", "packed_moe-3"]
+    assert os.readlink(outputs / "packed_moe") == "packed_moe-3"
+    config = replace(asked(tmp_path), run_dir=unchosen("packed_moe", root=outputs))
+    assert directory_of(replace(config, recipe=Recipe.plan, overwrite=True)) == "packed_moe-1"
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    Path("outputs").touch()
+    assert run_command([*sweep, "seed=1"]) == 2
+    assert "cannot be written" in capfd.readouterr().err
+
+
 @pytest.fixture
 def rank_1(monkeypatch: pytest.MonkeyPatch) -> Any:
     """This process as rank 1 of two, and the store that rank 0 would serve."""

@@ -394,6 +394,7 @@ def test_a_sweep_under_a_launcher_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run_command(["-m", "recipe=plan", "seed=1,2"]) == 2
     assert "without torchrun or srun" in capsys.readouterr().err
+    assert left_behind(here) == set()
 
 
 def test_a_sweep_file_sweeps_without_a_flag(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
