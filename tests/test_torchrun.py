@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from bounds import BOUND_SECONDS
 
+from olmo_rl.running import torchrun
+
 ROOT = Path(__file__).parents[1]
 RANK = """
 import os, signal, sys, time
@@ -45,6 +47,15 @@ def launch(place: Path) -> subprocess.Popen[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "RANK_LOGS": str(place / "logs")}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=place, env=environ)
+
+
+def test_a_thread_that_ends_while_ranks_are_listed_does_not_end_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "children"
+    there.write_text("12 34 ")
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([tmp_path / "gone" / "children", there]))
+    assert torchrun._children() == [12, 34]
 
 
 def pids_of(place: Path) -> list[int]:

@@ -266,6 +266,7 @@ def with_collectives(report: Report, *, meeting: Meeting, mib: int, local: int) 
         if report.gpus:
             torch.cuda.set_device(device)
         limit = timedelta(seconds=meeting.seconds)
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # else a wait for NCCL ends the process
         dist.init_process_group(
             backend, store=meeting.store, rank=meeting.rank, world_size=meeting.world, timeout=limit
         )

@@ -77,8 +77,11 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
 
 def _children() -> list[int]:
     """The processes that this one started, which are its ranks."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in tasks for pid in path.read_text().split()]
+    found: list[int] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            found += map(int, path.read_text().split())
+    return found
 
 
 if __name__ == "__main__":
