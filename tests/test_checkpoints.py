@@ -55,6 +55,7 @@ from olmo_rl.running.metrics_csv import MetricsCsv, read_metrics
 from olmo_rl.running.rank_process import handled_signals
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.optimizer import parameter_groups
+from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import RankFailed, Refusal
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=4, weight_decay=0.05)
@@ -629,6 +630,23 @@ def test_training_goes_on_beside_a_save_and_the_checkpoint_has_its_name_only_whe
     monkeypatch.undo()
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
     check_same_end(fit(resumed(config, updates=4)), straight)
+
+
+def test_ranks_await_the_end_of_a_save_as_long_as_the_save_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    limits = []
+    gather = ExpertParallelStrategy.gather_objects
+
+    def gather_objects(self: Any, value: object, *, group: Any = None) -> list[Any]:
+        if group is not None:
+            limits.append(group._get_backend(torch.device("cpu")).options._timeout)
+        return gather(self, value, group=group)
+
+    monkeypatch.setattr(ExpertParallelStrategy, "gather_objects", gather_objects)
+    fit(file_config(tmp_path / "run", updates=1))
+    assert limits == [checkpoint_writer._LIMIT]
 
 
 def test_a_save_beside_training_that_fails_ends_the_run_after_the_next_update(

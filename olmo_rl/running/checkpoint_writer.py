@@ -70,6 +70,8 @@ class CheckpointWriter:
         self._config = config
         self._strategy = cast(ExpertParallelStrategy, trainer.strategy)
         self._group = dist.new_group(backend="gloo", timeout=_LIMIT)
+        # Other ranks await rank 0, which syncs and hashes; a save that does not end still uses its group.
+        self._ends = dist.new_group(backend="gloo", timeout=_LIMIT)
         self._writing: Future[None] | None = None
         self._snapshot: Snapshot | None = None
 
@@ -105,7 +107,8 @@ class CheckpointWriter:
         error = self._writing.exception() if self._writing.done() else TimeoutError("the save did not end")
         failure = None if error is None else _failure(error, snapshot=self._snapshot)
         snapshot, self._writing, self._snapshot = self._snapshot, None, None
-        failures = [found for found in self._strategy.gather_objects(failure) if found is not None]
+        ends = self._strategy.gather_objects(failure, group=self._ends)
+        failures = [found for found in ends if found is not None]
         if failures:
             full = [found for found in failures if found.refused]
             raise (full or failures)[0].exception(snapshot) from error

@@ -224,13 +224,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 dist.all_reduce(flag, op=dist.ReduceOp.MIN)
                 done = bool(flag.item())
 
-    def gather_objects(self, value: object) -> list[Any]:
-        """The objects of all ranks, in rank order."""
+    def gather_objects(self, value: object, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """The objects of all ranks, in rank order. `group`: of all ranks, with a limit of its own."""
         if self.world_size == 1:
             return [value]
         note_collective("gather_objects")
         gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=group)
         return gathered
 
 
