@@ -185,24 +185,27 @@ def test_a_refused_command_does_not_touch_the_records_of_the_run_in_place(
 
 
 @pytest.mark.parametrize(
-    ("override", "reason"),
-    [("trainer.num_nodes=2", "needs a launcher"), ("logger=wandb", "not installed"), ("", "contradicts")],
+    ("override", "launched", "reason"),
+    [
+        ("trainer.num_nodes=2", False, "needs a launcher"),
+        ("trainer.devices=2", True, "the launcher started WORLD_SIZE=1 ranks"),
+        ("logger=wandb", False, "not installed"),
+    ],
 )
 def test_what_the_ranks_cannot_start_with_is_refused_before_anything_is_written(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     override: str,
+    launched: bool,
     reason: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if override == "logger=wandb":
-        monkeypatch.setattr(backends, "importable", lambda name: False)
-    if not override:
-        one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        for name, value in {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    monkeypatch.setattr(backends, "importable", lambda name: name != "wandb")
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        if launched:
             monkeypatch.setenv(name, value)
-        override, reason = "trainer.devices=2", "the launcher started WORLD_SIZE=1 ranks"
     assert run_command(["+experiment=packed_moe", override]) == 2
     assert reason in capfd.readouterr().err
     assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())
