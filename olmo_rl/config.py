@@ -1105,8 +1105,7 @@ class Config:
     recipe: Recipe = key(Recipe.train, "the verb")
     run_name: str = key(
         "olmo_rl",
-        "the run directory is outputs/${run_name} where the command names it, else outputs/${run_name}-1, -2 "
-        "and so on, and outputs/${run_name} links to the newest",
+        "names the run directory outputs/<run_name>; without it outputs/<experiment>-<n>",
     )
     seed: int = key(0, "of all randomness", min=0, below=2**32)
     ckpt_path: str | None = key(

@@ -59,7 +59,6 @@ def test_the_versions_of_tokens_are_those_of_the_spans_and_the_sample_is_as_old_
     program = StandIn(reply=reply, api=Source.sglang)
     with listening(program.application()) as url, client_of(url, source=Source.sglang) as remote:
         remote.publish("step-3", 3)
-        remote.publish("step-4", 4)
         (answer,) = remote.probe([Request(id="a", tokens=[65])], max_new_tokens=4, seed=0).result(60)[url]
     assert not isinstance(answer, str)
     assert answer.token_versions is not None

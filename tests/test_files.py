@@ -157,7 +157,7 @@ def test_any_valid_collection_survives_a_round_trip(
                 behavior_logprobs=np.where(response, -rng.exponential(size=length), np.nan).astype(
                     np.float32
                 ),
-                reward=float(rng.normal() * 10.0 ** rng.integers(-300, 98)),
+                reward=float(rng.normal() * 10.0 ** rng.integers(-300, 29)),
                 policy_version=int(seed),
                 loss_mask=response & (rng.random(length) < 0.5) if seed % 2 else None,
                 routes=random_routes(rng, length - 1, LAYOUT, "int16"),

@@ -134,7 +134,7 @@ def test_the_wheel_builds_without_a_warning_and_runs_outside_the_clone(tmp_path:
     source, place = tmp_path / "source", tmp_path / "place"
     source.mkdir()
     place.mkdir()
-    for name in ("olmo_rl", "recipes", "conf"):
+    for name in ("olmo_rl", "recipes", "conf", "hydra_plugins"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

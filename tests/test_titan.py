@@ -392,7 +392,8 @@ def test_bfloat16_compute_keeps_the_gate_and_the_gradients_in_float32(two: list[
 def test_compiled_blocks_on_two_expert_parallel_ranks_equal_plain_ones(two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert 1e-4 < joint_difference(rank["low experts"], rank["ep2"]) < 5e-2
-        assert joint_difference(rank["compiled"], rank["low experts"]) <= 1e-6
+        # A compiled norm rounds otherwise than that of one pass, and bfloat16 experts magnify it.
+        assert joint_difference(rank["compiled"], rank["low experts"]) <= 2e-5
         assert joint_difference(rank["compiled bfloat16"], rank["bfloat16 full"]) <= 1e-3
         assert rank["compiled bfloat16"]["gate_dtypes"] == {torch.float32}
 
