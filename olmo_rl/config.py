@@ -1110,8 +1110,7 @@ class Config:
     seed: int = key(0, "of all randomness", min=0, below=2**32)
     ckpt_path: str | None = key(
         None,
-        "last; best = the one with the best held-out evaluation; auto = last where there is one, else start; "
-        "a checkpoint directory; null",
+        "last, best (by held-out evaluation), auto (last, else a start), a directory, or null",
     )
     overwrite: bool = key(False, "train into a directory that holds a run")
     cache_dir: str = key("outputs/.cache", "warm starts and upcycled weights, shared by runs")
