@@ -46,8 +46,9 @@ EXIT_CODES = {
 }
 
 TAIL = """\
-A named run writes outputs/<run_name>/. Another one writes the next numbered directory of its experiment,
-outputs/<name>-<n>/, and outputs/<name> leads to the newest. Job n of a sweep writes <n>/ below.
+A named run writes outputs/<run_name>/. Another one writes the next numbered directory of its
+experiment, outputs/<name>-<n>/, and outputs/<name> leads to the newest. Job n of a sweep writes
+<n>/ below.
 """
 
 
