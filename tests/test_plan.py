@@ -546,7 +546,7 @@ def test_the_command_refuses_bad_data_with_exit_code_2_and_leaves_only_hydras_fi
     assert done.returncode == 2, done.stderr
     assert f"{path}: sample 's1' has 7 tokens, more than the budget of 6" in done.stderr
     assert "Traceback" not in done.stderr
-    assert {p.name for p in (tmp_path / "run").iterdir()} == set()
+    assert {p.name for p in (tmp_path / "run").iterdir()} <= {".hydra"}
     roomy = [word.replace("max_tokens=6", "max_tokens=12") for word in command]
     done = subprocess.run(roomy, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -138,6 +138,7 @@ SETTINGS = {
     "filtered": "batch.filter_zero_variance=true",
     "engines": "rollouts=sglang rollouts.urls=[http://host:1] loss.reduction=response",
     "broadcast": "rollouts=sglang rollouts.urls=[http://host:1] rollouts.publication=collective",
+    "uncompared": "rollouts=vllm rollouts.urls=[http://host:1] rollouts.on_gap=ignore",
     "reference": "balance=reference packing=consecutive strategy=expert_parallel trainer.devices=4",
     "plan": "recipe=plan",
     "rollout": "recipe=rollout callbacks.checkpoint_interval=5",

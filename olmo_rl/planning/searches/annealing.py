@@ -62,6 +62,8 @@ RELAXED, STRICT = (0, 20), (20, 20)
 # Proposals between two readings of the clock: milliseconds.
 STEPS, UNCOMPILED_STEPS = 10_000, 64
 _LANES = 16
+# Batches up to this many samples are searched from both starts.
+SMALL = 64
 # Fewest proposals of a chain that looks for a plan within the cap.
 CAP_PROPOSALS = 40_000
 # Above every objective: the first plan that keeps the cap is better than any that does not.
@@ -303,7 +305,7 @@ def search_annealed(problem: SearchProblem) -> SearchResult:
     if at_bound and start.work.packs_per_rank == bounds.packs_per_rank:
         search.logs.append(no_search(problem.seed, "bounds"))
         return search.result(start, began=began)
-    source, heat = start, HEAT
+    source, heat, first = start, HEAT, start
     if problem.loads is not None:
         by_lengths = search_annealed(problem.by_length_alone(seconds=search.seconds(chains=2)))
         found = problem.start("length", by_lengths.plan)
@@ -319,6 +321,13 @@ def search_annealed(problem: SearchProblem) -> SearchResult:
     search.chain(source, guard=tolerated(least(start.work, problem.arrival.work)), heat=heat)
     if search.best is start and search.log.stop_reason == "proposals":
         search.chain(start, guard=tolerated(start.work), heat=heat, pressure=STRICT)
+    if start is not first and len(problem.lengths) <= SMALL:
+        # A small batch has few plans, and the guards of both starts may hold the best one.
+        best = search.best
+        for guard in (least(first.work, problem.arrival.work), first.work):
+            search.chain(first, guard=tolerated(guard))
+        if search.best is not best:
+            start = first
     return search.result(start, began=began)
 
 
