@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / "outputs" / ".cache" / "inductor")
 )
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# A suite under nohup must not hand its ignored SIGHUP on to processes that a test signals.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # A suite that runs inside a SLURM job or under torchrun must not believe that it is one of the ranks.
 for _name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
     del os.environ[_name]
