@@ -82,7 +82,7 @@ def test_an_accuracy_that_nobody_knows_is_none_for_every_consumer(
     assert run_command([*settings, "trainer.max_steps=1"]) == 0
     said = capfd.readouterr().out
     assert "unknown" in said[said.index("greedy held-out accuracy") :]
-    (run,) = (place / "outputs").glob("packed_moe*")
+    (run,) = (place / "outputs").glob("packed_moe-*")
     assert [event["accuracy"] for event in events(run, "evaluation")] == [None, None]
     assert [event["judged"] for event in events(run, "evaluation")] == [0, 0]
     assert [event["answered"] for event in events(run, "evaluation")] == [3, 3]
@@ -131,7 +131,7 @@ def test_a_verifier_that_fails_ends_the_run_as_a_refusal_and_what_was_trained_is
     assert "task.verifier failed on a response to p.jsonl, line " in err
     assert ": KeyError: " in err
     assert "Traceback" not in err
-    (run,) = (place / "outputs").glob("packed_moe*")
+    (run,) = (place / "outputs").glob("packed_moe-*")
     assert [path.name for path in complete_checkpoints(run)] == ["step-2"]
 
 
@@ -153,7 +153,7 @@ def test_a_verifier_that_fails_at_one_rank_is_refused_and_saved_by_all(place: Pa
     assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-4000:]
     assert "task.verifier failed on a response to p.jsonl, line " in done.stderr
     assert "Traceback" not in done.stderr
-    (run,) = (place / "outputs").glob("packed_moe*")
+    (run,) = (place / "outputs").glob("packed_moe-*")
     assert [path.name for path in complete_checkpoints(run)] == ["step-1"]
 
 
