@@ -581,7 +581,7 @@ def test_a_balanced_plan_reports_bound_log_times_and_the_placement_floor_and_dra
     assert [row[0] for row in rows if row[:1] in (["planned"], ["bound"])] == ["planned", "bound"]
     log = " ".join(out.split())
     assert "Step 0: start " in log
-    assert "1,000 proposals" in log
+    assert "1,000 proposals" in log or "2,000 proposals" in log  # one or both starts
     assert all(f"{part} " in log.partition("; ms: ")[2] for part in ("count", "start", "search", "verify"))
     # The floor against its definition, and the file: every layer holds every expert once.
     samples = read_collection(path, require_routes=True).samples
