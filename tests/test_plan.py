@@ -546,7 +546,7 @@ def test_the_command_refuses_bad_data_with_exit_code_2_and_leaves_only_hydras_fi
     assert done.returncode == 2, done.stderr
     assert f"{path}: sample 's1' has 7 tokens, more than the budget of 6" in done.stderr
     assert "Traceback" not in done.stderr
-    assert {p.name for p in (tmp_path / "run").iterdir()} <= {".hydra"}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {".hydra"}
     roomy = [word.replace("max_tokens=6", "max_tokens=12") for word in command]
     done = subprocess.run(roomy, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -581,7 +581,7 @@ def test_a_balanced_plan_reports_bound_log_times_and_the_placement_floor_and_dra
     assert [row[0] for row in rows if row[:1] in (["planned"], ["bound"])] == ["planned", "bound"]
     log = " ".join(out.split())
     assert "Step 0: start " in log
-    assert "1,000 proposals" in log or "2,000 proposals" in log  # one or both starts
+    assert "2,000 proposals" in log  # four chains of 500
     assert all(f"{part} " in log.partition("; ms: ")[2] for part in ("count", "start", "search", "verify"))
     # The floor against its definition, and the file: every layer holds every expert once.
     samples = read_collection(path, require_routes=True).samples
