@@ -249,7 +249,8 @@ def figures(rows: Sequence[dict[str, float]], *, packing: Sequence[dict[str, flo
 
 
 def _seconds(row: dict[str, float], *, phase: str) -> float:
-    return row[f"time/{phase}_s"]
+    clip = row.get("time/clip_s", 0.0) if phase == "optimizer" else 0.0  # earlier commits have no such lap
+    return row[f"time/{phase}_s"] + clip
 
 
 def utilisation(rows: Sequence[dict[str, float]], *, config: Config, setting: Setting) -> dict[str, float]:

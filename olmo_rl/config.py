@@ -1068,6 +1068,7 @@ class CallbacksConfig:
     )
     progress: bool = key(True, "bar over packs and updates")
     pictures: bool = key(True, "reward.png and packs.png at the end")
+    samples: int = key(8, "generations of every update kept in samples/, 0 = none", min=0, max=256)
     extra: list[dict[str, Any]] = key(
         [], "your Lightning callbacks, each {_target_: package.Class, argument: value}"
     )

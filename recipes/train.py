@@ -16,10 +16,12 @@ from olmo_rl.collections.sources import FileSource, GeneratingSource, RolloutSou
 from olmo_rl.config import Config
 from olmo_rl.data.inputs import Inputs
 from olmo_rl.data.means import shown
+from olmo_rl.data.tokenizers import Tokenizer, local_tokenizer
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.callbacks import ContractLog, Evaluation
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.reward_picture import draw_reward
+from olmo_rl.running.sample_files import SampleFiles
 from olmo_rl.running.trainer import fit
 from olmo_rl.running.warm_start import warm_start
 from olmo_rl.training.module import PolicyModule
@@ -58,6 +60,7 @@ def train(config: Config, *, inputs: Inputs | None = None, watchers: Sequence[Ca
         module.publish = parts.publish
         if config.task.eval_problems > 0:
             evaluation = Evaluation(config, parts=parts, contract=contract)
+    kept = [] if config.callbacks.samples == 0 else [SampleFiles(config, tokenizer=_tokenizer(config, parts))]
     try:
         trainer, interrupted = fit(
             config,
@@ -65,7 +68,7 @@ def train(config: Config, *, inputs: Inputs | None = None, watchers: Sequence[Ca
             module=module,
             data=data,
             contract=contract,
-            evaluations=[*([] if evaluation is None else [evaluation]), *watchers],
+            evaluations=[*([] if evaluation is None else [evaluation]), *kept, *watchers],
             checkpoint=checkpoint,
         )
     finally:  # or the next job of a sweep shares its engines with what this one left running
@@ -88,6 +91,11 @@ def _source(
     if parts is None:
         return FileSource(config, inputs=inputs)
     return GeneratingSource(config, parts=parts, strategy=strategy)
+
+
+def _tokenizer(config: Config, parts: RolloutParts | None) -> Tokenizer | None:
+    """The tokenizer of the samples; None where files are trained whose tokenizer is not on this machine."""
+    return local_tokenizer(config.model) if parts is None else parts.tokenizer
 
 
 def _close(config: Config, *, evaluation: Evaluation | None, skipped: int) -> None:

@@ -34,10 +34,13 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
+EVENTS = ("packing", "scoring", "replay", "optimizer", "mismatch", "time")
+
+
 def test_every_record_of_the_contract_log_names_event_step_and_rank(logged: Run) -> None:
     assert logged.records[0] == {"event": "log", "step": 0, "rank": 0, "version": FORMAT_VERSION}
     assert [(r["event"], r["step"], r["rank"]) for r in logged.records[1:]] == [
-        (event, step, 0) for step in (1, 2) for event in ("packing", "scoring", "replay", "optimizer")
+        (event, step, 0) for step in (1, 2) for event in EVENTS
     ]
 
 

@@ -177,8 +177,33 @@ def _describe(samples: Sequence[Sample]) -> dict[str, float]:
         return {}
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     finite = rewards[np.isfinite(rewards)]
-    known = {"reward/mean": float(finite.mean())} if finite.size else {}
-    return known | {
-        "rollouts/response_tokens": float(np.mean([sample.response_mask.sum() for sample in samples])),
-        "rollouts/truncated": float(np.mean([sample.finish_reason == "length" for sample in samples])),
+    known = {"reward/mean": float(finite.mean()), "reward/std": float(finite.std())} if finite.size else {}
+    lengths = [int(sample.response_mask.sum()) for sample in samples]
+    return (
+        known
+        | _of_groups(samples)
+        | {
+            "rollouts/response_tokens": float(np.mean(lengths)),
+            "rollouts/response_tokens_p95": float(np.percentile(lengths, 95, method="higher")),
+            "rollouts/truncated": float(np.mean([sample.finish_reason == "length" for sample in samples])),
+        }
+    )
+
+
+def _of_groups(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over groups of their best and their worst reward (for a reward of 0 or 1: shares of groups that
+    some response solves, that all do), and the share of groups whose rewards are all equal. Groups of one
+    sample and unknown rewards are left out; nothing where no group is left.
+    """
+    groups: dict[str, list[float]] = {}
+    for sample in samples:
+        if np.isfinite(sample.reward):
+            groups.setdefault(sample.group, []).append(sample.reward)
+    found = [(max(rewards), min(rewards)) for rewards in groups.values() if len(rewards) > 1]
+    if not found:
+        return {}
+    return {
+        "reward/best_of_group": float(np.mean([best for best, _ in found])),
+        "reward/worst_of_group": float(np.mean([worst for _, worst in found])),
+        "reward/constant_groups": float(np.mean([best == worst for best, worst in found])),
     }

@@ -10,6 +10,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from olmo_rl.config import ModelConfig
@@ -106,6 +107,12 @@ def _refuse_code(name: str) -> None:
             f"model.tokenizer={name}: tokenizer_config.json has auto_map={json.dumps(named)}: such code "
             "is never run: give a tokenizer with tokenizer.json and without auto_map"
         )
+
+
+def local_tokenizer(model: ModelConfig) -> Tokenizer | None:
+    """Return the tokenizer of `model` where nothing has to be fetched for it; None elsewhere."""
+    present = model.tokenizer == "bytes" or Path(model.tokenizer).exists()
+    return fitting_tokenizer(model) if present else None
 
 
 def fitting_tokenizer(model: ModelConfig) -> Tokenizer:

@@ -25,6 +25,8 @@ from olmo_rl.data.packs import Normalisers, Pack
 from olmo_rl.types import Refusal
 from olmo_rl.user_code import load_surrogate
 
+_MOST_LOG_WEIGHT = 20.0  # of an importance weight in the reported mean before its bounds
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredSlots:
@@ -152,8 +154,9 @@ def policy_loss(
     not 0.
 
     Terms: `policy`, `kl`, `entropy` are contributions to the loss and add up to it. The others are means over
-    scored tokens: `ratio` (before clipping), `ratio_drift` (|log ratio| of tokens), `clip_low`, `clip_high`,
-    `dual_clip`, `tis_low`, `tis_high`, `off_policy` (shares of tokens), `tis` (before clipping), `ref_kl`,
+    scored tokens: `ratio` (before clipping), `ratio_clipped` (in the interval of the clips), `ratio_drift`
+    (|log ratio| of tokens), `clip_low`, `clip_high`, `dual_clip`, `tis_low`, `tis_high`, `off_policy` (shares
+    of tokens), `tis` (before its bounds, a weight counts as at most exp(20)), `tis_clipped`, `ref_kl`,
     `mean_entropy`.
     """
     assert (config.kl_coef == 0) or (ref_logprobs is not None), "a KL term needs reference log-probs"
@@ -179,6 +182,8 @@ def policy_loss(
     surrogate, ratio, clips = found
     terms: dict[str, Tensor] = {"policy": surrogate}
     shares = {"ratio": ratio, "ratio_drift": log_ratio.abs()} | clips
+    if config.surrogate is None:  # one of the user's may have other clips, or none
+        shares["ratio_clipped"] = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.tis_low is not None or config.tis_high is not None:
         tis, bounds = behavior_weights(anchor - behavior, slots=slots, config=config)
         terms["policy"] = terms["policy"] * tis
@@ -318,10 +323,14 @@ def behavior_weights(
     low = config.tis_low if config.tis_low is not None else 0.0
     high = config.tis_high if config.tis_high is not None else float("inf")
     below, above = weights < low, weights > high
-    shares = {"tis": weights, "tis_low": below.to(weights), "tis_high": above.to(weights)}
     if config.tis_bound is WeightBound.mask:
-        return torch.where(below | above, torch.zeros_like(weights), weights), shares
-    return weights.clamp(low, high), shares
+        bounded = torch.where(below | above, torch.zeros_like(weights), weights)
+    else:
+        bounded = weights.clamp(low, high)
+    # The product over a long response overflows, and one such weight would be the whole mean.
+    reported = log_weights.detach().clamp(max=_MOST_LOG_WEIGHT).exp()
+    shares = {"tis": reported, "tis_low": below.to(weights), "tis_high": above.to(weights)}
+    return bounded, shares | {"tis_clipped": bounded}
 
 
 def near_policy(drift: Tensor, *, advantages: Tensor, slots: ScoredSlots, limit: float) -> Tensor:

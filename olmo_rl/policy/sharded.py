@@ -6,7 +6,7 @@ local shards are sums over the model. All functions accept models that are not s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 T = TypeVar("T")
+PARTS = ("dense", "experts", "router")  # of a decoder, whose norms are reported one by one
 Read = Callable[[str], Tensor]
 _MEETING = ""  # announced in place of a parameter's name
 
@@ -103,25 +104,46 @@ def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
-@torch.no_grad()
 def clip_grad_norm(model: nn.Module, *, max_norm: float | None) -> Tensor:
     """Scale all gradients so that their joint norm is at most `max_norm` (None: measure only). Returns the
     norm before clipping, a scalar, the same on every rank.
+    """
+    return clip_grad_norms(model, max_norm=max_norm)[0]
+
+
+@torch.no_grad()
+def clip_grad_norms(model: nn.Module, *, max_norm: float | None) -> Tensor:
+    """As `clip_grad_norm`; returns float32 [1 + PARTS]: the joint norm before clipping, then that of each
+    part.
 
     Dense and expert gradients live on different meshes, but every element lives on exactly one rank: squared
     norms of local shards are added by one all-reduce over the world.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert not any(p.is_replicate() for g in gradients if isinstance(g, DTensor) for p in g.placements)
-    shards = [local_part(gradient) for gradient in gradients]
+    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    assert not any(p.is_replicate() for _, g in named if isinstance(g, DTensor) for p in g.placements)
+    shards = [local_part(gradient) for _, gradient in named]
     assert shards, "clip_grad_norm before any backward"
-    total = torch.stack(torch._foreach_norm(shards, dtype=torch.float64)).square().sum()
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
-        dist.all_reduce(total)
-    norm = total.sqrt()
+    squares = torch.stack(torch._foreach_norm(shards, dtype=torch.float64)).square()
+    sums = torch.cat([squares.sum()[None], sums_by_part(squares, names=[name for name, _ in named])])
+    if any(isinstance(gradient, DTensor) for _, gradient in named):
+        dist.all_reduce(sums)
+    norms = sums.sqrt()
     if max_norm is not None:
-        torch._foreach_mul_(shards, torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(shards[0].dtype))
-    return norm.to(torch.float32)
+        torch._foreach_mul_(shards, torch.clamp(max_norm / (norms[0] + 1e-6), max=1.0).to(shards[0].dtype))
+    return norms.to(torch.float32)
+
+
+def part_of(name: str) -> int:
+    """Return the index in `PARTS` of the part that a decoder's parameter belongs to."""
+    if ".routed_experts." in name:
+        return PARTS.index("experts")
+    return PARTS.index("router" if ".router." in name else "dense")
+
+
+def sums_by_part(values: Tensor, *, names: Sequence[str]) -> Tensor:
+    """[N] values of parameters -> [PARTS]: their sum in each part."""
+    parts = torch.tensor([part_of(name) for name in names], device=values.device)
+    return values.new_zeros(len(PARTS)).index_add(0, parts, values)
 
 
 @torch.no_grad()

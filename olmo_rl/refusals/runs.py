@@ -14,7 +14,13 @@ from olmo_rl.run_directory import checkpoint_fault, complete_checkpoints, named_
 from olmo_rl.user_code import import_parts
 
 # Names that a run leaves in its directory, by the recipe that would write them again.
-_TRAINING_MARKS = ("metrics.csv", "checkpoints", "reference", "training_contract_rank*.jsonl")
+_TRAINING_MARKS = (
+    "metrics.csv",
+    "checkpoints",
+    "reference",
+    "training_contract_rank*.jsonl",
+    "samples",
+)
 RUN_MARKS: dict[Recipe, tuple[str, ...]] = {
     Recipe.train: _TRAINING_MARKS,
     Recipe.sft: _TRAINING_MARKS,

@@ -93,7 +93,7 @@ class ContractLog(Callback):
 
     def _write_step(self, result: StepResult, *, trainer: Trainer, graphs: Sequence[Graph]) -> None:
         self._written = trainer.global_step
-        for event, values in events_of(result).items():
+        for event, values in events_of(result, rank=trainer.global_rank).items():
             self.write(event, trainer=trainer, **values)
         if graphs:
             named = [{"region": graph.region, "reason": graph.reason} for graph in graphs]

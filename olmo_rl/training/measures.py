@@ -20,25 +20,28 @@ from olmo_rl.data.packs import Pack, RouteTrace, Step
 from olmo_rl.planning.schedule import Forecast
 from olmo_rl.policy.loss import LossOutput, ScoredSlots
 from olmo_rl.policy.moe import RouterStatistics, count_assignments
+from olmo_rl.training.kept_samples import KeptSamples, differences_of
 from olmo_rl.training.strategy import ExpertParallelStrategy
 
 # Upper edges of |policy - behaviour|, ten per decade from 1e-8: a percentile is exact to one edge (x 1.26).
 GAP_EDGES = 91
+_MOST_LOG = 10.0  # of a log-prob difference in an estimate of a divergence, which would overflow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackMeasures:
     """One pack, without its graph. `sums` by metric name; `maxima` float64 [3]: |training forward - scoring
-    pass|, |log ratio|, ratio; `gaps`: the histogram of `gap`. `gap` and `drift` float64 [S]: |policy -
-    behaviour|, |training forward - scoring pass|. `broken` bool [D]: documents with a value that is not
-    finite. `replayed` int64 [L, E]: assignments of recorded rows, None without replay. `sent` int64
-    [destinations, L]: assignments that the dispatcher sent to each destination, where a forecast gives their
-    number.
+    pass|, |log ratio|, ratio; `gaps`: the histogram of `gap`. `difference` float64 [S]: policy - behaviour;
+    `gap` and `drift` float64 [S]: its magnitude, |training forward - scoring pass|. `broken` bool [D]:
+    documents with a value that is not finite. `replayed` int64 [L, E]: assignments of recorded rows, None
+    without replay. `sent` int64 [destinations, L]: assignments that the dispatcher sent to each destination,
+    where a forecast gives their number.
     """
 
     sums: dict[str, Tensor]
     maxima: Tensor
     gaps: Tensor
+    difference: Tensor
     gap: Tensor
     drift: Tensor
     slots: ScoredSlots
@@ -57,6 +60,10 @@ class StepTotals:
     """One step over all packs and ranks: global `sums` by name, the 99th percentile of |policy - behaviour|,
     maxima, the entropy of each routed layer's assignments (none without replay), and the values of
     `expert_balance`, None without a forecast.
+
+    `gap_counts`: the histogram of |policy - behaviour| over the edges of `gap_edges`; `kept`: the samples to
+    keep, with `kept_gaps`, policy - behaviour of their scored tokens; `began` and `busy` by rank: when it
+    began the update, seconds of the system's clock, and its CPU seconds from there to the end of its packs.
     """
 
     sums: dict[str, float]
@@ -66,6 +73,11 @@ class StepTotals:
     max_ratio: float
     expert_entropies: tuple[float, ...]
     balance: dict[str, Any] | None
+    gap_counts: tuple[int, ...] = ()
+    kept: KeptSamples | None = None
+    kept_gaps: tuple[list[float], ...] = ()
+    began: tuple[float, ...] = ()
+    busy: tuple[float, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -80,6 +92,19 @@ class StepTotals:
     def mean_gap(self) -> float | None:
         """Mean |policy - behaviour| log-prob of scored tokens; None if not compared."""
         return self._mean("sum/gap", over="count/scored")
+
+    @property
+    def divergence(self) -> float | None:
+        """Estimate of KL(behaviour | policy), mean over scored tokens; None if not compared."""
+        return self._mean("sum/divergence", over="count/scored")
+
+    @property
+    def entropy(self) -> float | None:
+        """Entropy of the policy, mean over scored tokens: exact where the loss has it, else estimated as the
+        mean of -log-prob of the sampled tokens; None if not compared.
+        """
+        exact = self.sums.get("loss/mean_entropy")
+        return self._mean("sum/surprisal", over="count/scored") if exact is None else exact
 
     @property
     def overlap(self) -> float | None:
@@ -108,7 +133,8 @@ def measure_pack(
     scoring pass; `compared`: whether the policy that wrote the samples has log-probs to compare with;
     `router`: under replay.
     """
-    gap = (logprobs - pack["behavior_logprobs"][slots.slots]).abs().double()
+    difference = (logprobs - pack["behavior_logprobs"][slots.slots]).double()
+    gap = difference.abs()
     drift = torch.zeros_like(gap) if scores is None else (logprobs - scores).abs().double()
     sums = terms | {
         "count/tokens": torch.tensor(float(pack.real_tokens)),
@@ -120,12 +146,20 @@ def measure_pack(
     }
     sums |= _replay_sums(pack, trace=trace, num_experts=num_experts)
     if compared:
-        sums |= {"sum/gap": gap.sum(), "sum/drift": drift.sum()}
+        # k3 of http://joschu.net/blog/kl-approx.html, for tokens of the behaviour policy.
+        divergence = torch.expm1(difference.clamp(max=_MOST_LOG)) - difference
+        sums |= {
+            "sum/gap": gap.sum(),
+            "sum/drift": drift.sum(),
+            "sum/divergence": divergence.sum(),
+            "sum/surprisal": -logprobs.double().sum(),
+        }
     largest = (torch.cat([drift, drift.new_zeros(1)]).max(), result.max_log_ratio, result.max_ratio)
     return PackMeasures(
         sums=sums,
         maxima=torch.stack([value.double() for value in largest]),
         gaps=_histogram(gap),
+        difference=difference,
         gap=gap,
         drift=drift,
         slots=slots,
@@ -135,8 +169,17 @@ def measure_pack(
     )
 
 
-def add_up(measures: Sequence[PackMeasures], *, step: Step, strategy: ExpertParallelStrategy) -> StepTotals:
-    """Add up this rank's packs, then the two all-reduces."""
+def add_up(
+    measures: Sequence[PackMeasures],
+    *,
+    step: Step,
+    strategy: ExpertParallelStrategy,
+    clocks: tuple[float, float],
+    keep: int = 0,
+) -> StepTotals:
+    """Add up this rank's packs, then the two all-reduces. `clocks`: when this rank began the update and its
+    CPU seconds since; `keep`: samples whose gaps are kept.
+    """
     device = strategy.root_device
     names = sorted(measures[0].sums)
     flat = torch.stack(
@@ -146,10 +189,14 @@ def add_up(measures: Sequence[PackMeasures], *, step: Step, strategy: ExpertPara
     replayed = _replayed(measures).to(device)
     replica = strategy.topology.replica_of(strategy.global_rank)
     loads = _observed(measures, forecast=step.forecast, replica=replica).to(device)
-    sums = strategy.sum_over_ranks(torch.cat([flat, gaps, replayed.flatten(), loads.flatten()]))
-    totals, counts, assignments, observed = sums.split(
-        [len(flat), len(gaps), replayed.numel(), loads.numel()]
-    )
+    times = torch.zeros(2, strategy.world_size, dtype=torch.float64)
+    times[:, strategy.global_rank] = torch.tensor(clocks, dtype=torch.float64)
+    kept = KeptSamples.of(step.samples, count=keep)
+    shown = _kept_gaps(measures, kept=kept, step=step)
+    blocks = [flat, gaps, replayed.flatten(), loads.flatten(), times.flatten(), shown]
+    sums = strategy.sum_over_ranks(torch.cat([block.to(device) for block in blocks]))
+    totals, counts, assignments, observed, clock, differences = sums.split([len(block) for block in blocks])
+    began, busy = clock.reshape(times.shape).tolist()
     balance = None
     if step.forecast is not None:
         balance = step.forecast.compare(observed.long().reshape(loads.shape).cpu().numpy())
@@ -164,7 +211,29 @@ def add_up(measures: Sequence[PackMeasures], *, step: Step, strategy: ExpertPara
             expert_entropy(layer) for layer in assignments.reshape(replayed.shape).tolist()
         ),
         balance=balance,
+        gap_counts=tuple(map(int, counts.tolist())),
+        kept=kept,
+        kept_gaps=kept.split(differences.cpu()),
+        began=tuple(began),
+        busy=tuple(busy),
     )
+
+
+def gap_edges() -> list[float]:
+    """Upper edges of the bins of |policy - behaviour|; the last bin has none."""
+    return [float(edge) for edge in torch.logspace(-8, 1, GAP_EDGES, dtype=torch.float64)]
+
+
+def _kept_gaps(measures: Sequence[PackMeasures], *, kept: KeptSamples, step: Step) -> Tensor:
+    """float64 [N]: this rank's share of the gaps of kept samples."""
+    if not kept.positions:
+        return torch.zeros(0, dtype=torch.float64)
+    samples = {sample.id: sample for sample in step.samples}
+    wanted = {step.samples[place].id for place in kept.positions}
+    differences: dict[str, Tensor] = {}
+    for pack, one in zip(step.packs, measures, strict=True):
+        differences |= differences_of(pack.ids, one.difference, samples=samples, wanted=wanted)
+    return kept.block(differences, samples=step.samples)
 
 
 def expert_entropy(assignments: list[float]) -> float:
@@ -238,7 +307,7 @@ def _observed(measures: Sequence[PackMeasures], *, forecast: Forecast | None, re
 
 def _percentile(counts: list[float], *, share: float) -> float | None:
     """Upper edge of the bin that holds the given share of values; None where there are none."""
-    edges = [*torch.logspace(-8, 1, GAP_EDGES, dtype=torch.float64).tolist(), float("inf")]
+    edges = [*gap_edges(), float("inf")]
     wanted, seen = share * sum(counts), 0.0
     for edge, count in zip(edges, counts, strict=True):
         seen += count

@@ -25,11 +25,13 @@ from olmo_rl.policy.moe import RouterTotals, routed_length, router_losses
 from olmo_rl.progress import note_pack, note_phase, note_update
 from olmo_rl.training.frozen_reference import FrozenReference, check_recorded
 from olmo_rl.training.measures import PackMeasures, StepTotals, add_up, measure_pack
+from olmo_rl.training.memory import peak_memory_gib, reset_peak_memory
 from olmo_rl.training.scoring import Decision, ScoringSchedule, score_pack
 from olmo_rl.training.step_checks import nonfinite, refuse_disagreement
 from olmo_rl.training.stopwatch import Stopwatch
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.training.transfer import moved
+from olmo_rl.training.update_norms import is_measured, measured_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +80,10 @@ class Learner:
 class StepResult:
     """The result of one step, over all ranks. `stepped`: the optimizer stepped, which it does not where loss
     or gradient are not finite; `reference`: frozen or recorded, None where the loss has no reference;
-    `seconds` of the step, `phases` of its parts.
+    `seconds` of the step, `phases` of its parts; `grad_norms`: by the names of `sharded.PARTS`;
+    `update_norms`: metrics of what the step changed, in the updates that measure it; `lag`: updates between
+    the policy that wrote a sample and the one that trains on it, mean and most, None where versions are
+    those of another run; `peak_gib`: peak memory.
     """
 
     step: Step
@@ -90,6 +95,10 @@ class StepResult:
     reference: str | None
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
+    grad_norms: dict[str, float] = field(default_factory=dict)
+    update_norms: dict[str, float] = field(default_factory=dict)
+    lag: tuple[float, int] | None = None
+    peak_gib: float = 0.0
 
 
 def route_mode(config: Config, *, objective: Objective) -> RouteMode:
@@ -106,6 +115,8 @@ def run_step(step: Step, *, learner: Learner, update: int, skips_in_a_row: int) 
     note_update(update, packs=len(step.packs))
     watch, scored_before = learner.watch, learner.watch.seconds()["score"]
     started = time.perf_counter() - scored_before
+    clocks = time.time(), time.process_time()
+    reset_peak_memory(learner.device)
     with watch.lap("score"):
         decision, scores = _score(step, learner=learner)
         references = _score_reference(step, learner=learner)
@@ -116,10 +127,16 @@ def run_step(step: Step, *, learner: Learner, update: int, skips_in_a_row: int) 
         anchor_is_scored=decision is Decision.standalone,
         references=references,
     )
-    totals = add_up(measures, step=step, strategy=learner.strategy)
-    with watch.lap("optimizer"):
+    totals = add_up(
+        measures,
+        step=step,
+        strategy=learner.strategy,
+        clocks=(clocks[0], time.process_time() - clocks[1]),
+        keep=learner.config.callbacks.samples if learner.objective.anchored else 0,
+    )
+    with watch.lap("clip"):
         max_norm = learner.config.optim.max_grad_norm
-        norm = float(sharded.clip_grad_norm(learner.decoder, max_norm=max_norm))
+        norm, *norms = sharded.clip_grad_norms(learner.decoder, max_norm=max_norm).tolist()
     lr = learner.optimizer.param_groups[0]["lr"]
     stepped = _may_step(
         totals,
@@ -130,9 +147,14 @@ def run_step(step: Step, *, learner: Learner, update: int, skips_in_a_row: int) 
         skips_in_a_row=skips_in_a_row,
         learner=learner,
     )
+    changes: dict[str, float] = {}
     if stepped:
         with watch.lap("optimizer"):
-            learner.apply()
+            if is_measured(update):
+                strategy = learner.strategy
+                changes = measured_step(learner.decoder, learner.apply, add=strategy.sum_over_ranks)
+            else:
+                learner.apply()
     phases = watch.seconds()
     return StepResult(
         step=step,
@@ -144,7 +166,23 @@ def run_step(step: Step, *, learner: Learner, update: int, skips_in_a_row: int) 
         reference=_reference_kind(learner),
         seconds=time.perf_counter() - started,
         phases=phases,
+        grad_norms=_by_part(learner.decoder, norms),
+        lag=_lag(step, update=update) if learner.config.generates and learner.objective.anchored else None,
+        update_norms=changes,
+        peak_gib=peak_memory_gib(learner.device),
     )
+
+
+def _by_part(decoder: HybridDecoder, norms: Sequence[float]) -> dict[str, float]:
+    """Norms by the name of each part that the decoder has."""
+    present = {sharded.part_of(name) for name, _ in decoder.named_parameters()}
+    return {part: norms[place] for place, part in enumerate(sharded.PARTS) if place in present}
+
+
+def _lag(step: Step, *, update: int) -> tuple[float, int]:
+    """Updates between the policy that wrote a sample and the one that trains on it: mean and most."""
+    lags = [update - 1 - sample.policy_version for sample in step.samples]
+    return sum(lags) / len(lags), max(lags)
 
 
 def publish(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 from collections import Counter
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from olmo_rl.data.packs import Step
@@ -21,13 +19,16 @@ def metrics_of(result: StepResult) -> dict[str, float]:
     }
     metrics |= {
         "grad/norm": result.grad_norm,
+        **{f"grad/norm_{part}": norm for part, norm in result.grad_norms.items()},
+        **result.update_norms,
         "optim/lr": result.lr,
         "throughput/real_tokens_per_second": sums["count/tokens"] / result.seconds,
         "throughput/padded_tokens_per_second": sums["count/padded_tokens"] / result.seconds,
         "time/update_s": result.seconds,
         **{f"time/{phase}_s": seconds for phase, seconds in result.phases.items()},
-        "memory/peak_allocated_gib": peak_memory_gib(),
+        "memory/peak_allocated_gib": result.peak_gib,
     }
+    metrics |= _rank_metrics(result)
     if result.step.plan is not None and result.step.plan.rows is not None:
         metrics |= {
             "throughput/rows_per_second": sums["count/rows"] / result.seconds,
@@ -37,9 +38,14 @@ def metrics_of(result: StepResult) -> dict[str, float]:
         metrics |= {
             "mismatch/mean": totals.mean_gap,
             "mismatch/p99": totals.p99_gap,
+            "mismatch/kl": totals.divergence,
+            "policy/entropy": totals.entropy,
+            "batch/masked_share": masked_share(result.step),
             "loss/max_log_ratio": totals.max_log_ratio,
             "loss/max_ratio": totals.max_ratio,
         }
+    if result.lag is not None:
+        metrics |= {"rollouts/lag": result.lag[0], "rollouts/max_lag": float(result.lag[1])}
     if sums["replay/rows"] > 0:
         metrics |= {"replay/coverage": route_coverage(result.step), "replay/overlap": totals.overlap}
     if totals.expert_entropies:
@@ -50,8 +56,21 @@ def metrics_of(result: StepResult) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def events_of(result: StepResult) -> dict[str, dict[str, Any]]:
-    """Values of the contract log by event."""
+def _rank_metrics(result: StepResult) -> dict[str, float | None]:
+    """How unlike ranks are, where there are several: when they began the update, and their CPU seconds."""
+    began, busy = result.totals.began, result.totals.busy
+    if len(began) < 2:
+        return {}
+    return {
+        "ranks/start_skew_s": max(began) - min(began),
+        "ranks/last_to_start": float(began.index(max(began))),
+        "ranks/busiest_over_mean": max(busy) / (sum(busy) / len(busy)) if sum(busy) > 0 else None,
+        "ranks/busiest": float(busy.index(max(busy))),
+    }
+
+
+def events_of(result: StepResult, *, rank: int = 0) -> dict[str, dict[str, Any]]:
+    """Values of the contract log by event. Rank 0 has the clocks of all ranks too."""
     step, totals, sums = result.step, result.totals, result.totals.sums
     versions = Counter(sample.policy_version for sample in step.samples)
     events: dict[str, dict[str, Any]] = {"packing": _packing(step)}
@@ -80,8 +99,14 @@ def events_of(result: StepResult) -> dict[str, dict[str, Any]]:
         "global_scored_tokens": step.normalisers.tokens,
         "global_responses": step.normalisers.responses,
         "scoring": result.decision.value,
+        "grad_norms": result.grad_norms,
         "stepped": result.stepped,
     }
+    if rank == 0 and "sum/gap" in sums:
+        counts = enumerate(totals.gap_counts)
+        events["mismatch"] = {"counts": [[edge, count] for edge, count in counts if count]}
+    clocks = {"began": list(totals.began), "busy": list(totals.busy)} if rank == 0 else {}
+    events["time"] = {"update_s": result.seconds, "seconds": _seconds(result), **clocks}
     return events | _balance_events(result)
 
 
@@ -137,8 +162,18 @@ def route_coverage(step: Step) -> float:
     return have / needed if needed else 1.0
 
 
-def peak_memory_gib() -> float:
-    """Peak allocated GPU memory of this process, or its peak resident memory on CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def masked_share(step: Step) -> float | None:
+    """Share of the generated tokens of a step that enter no loss; None where nothing was generated."""
+    generated = sum(int(sample.response_mask.sum()) for sample in step.samples)
+    return 1 - step.normalisers.tokens / generated if generated else None
+
+
+def _seconds(result: StepResult) -> dict[str, float]:
+    """This rank's seconds by phase, with those before the update that belong to its row."""
+    facts = result.step.facts
+    before = {
+        "rollout": facts.get("time/rollout_s", 0.0),
+        "plan": facts.get("time/plan_ms", 0.0) / 1000,
+        "collate": facts.get("time/collate_s", 0.0),
+    }
+    return {name: seconds for name, seconds in (before | result.phases).items() if seconds > 0}

@@ -14,7 +14,7 @@ import torch
 
 from olmo_rl.progress import note_phase
 
-PHASES = ("transfer", "score", "forward", "backward", "optimizer")
+PHASES = ("transfer", "score", "forward", "backward", "clip", "optimizer")
 
 
 class Stopwatch:
