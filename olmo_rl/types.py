@@ -218,7 +218,8 @@ class Collection:
     (length-only files).
 
     `sampling`: how its tokens were drawn. `notes`: one line for the user about each thing that was there and
-    is not used. `counts`: what happened on the way, by metric name, over all ranks.
+    is not used. `counts`: what happened on the way, by metric name, over all ranks; `facts`: metrics that do
+    not add up, the last round of a collection has them.
     """
 
     samples: list[Sample]
@@ -229,6 +230,7 @@ class Collection:
     sampling: Sampling = field(default_factory=Sampling)
     notes: tuple[str, ...] = ()
     counts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)
 
     @property
     def lengths(self) -> NDArray[np.int64]:

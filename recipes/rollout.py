@@ -41,6 +41,7 @@ def generate(config: Config, *, inputs: Inputs | None = None) -> None:
     def draw(index: int) -> None:
         path = directory / f"collection-{int(index):05d}.parquet"
         if strategy.from_rank_zero(path.is_file):  # written before a requeue: ckpt_path=auto
+            source.pass_over(groups)
             return
         collection = source.draw(int(index), attempt=0, groups=groups)
         assert collection is not None, "a generating source is never exhausted"

@@ -240,7 +240,12 @@ def test_a_checkpoint_loads_with_weights_only_and_holds_plain_values(straight: R
     meta = torch.load(complete_checkpoints(straight.config.run_dir)[-1] / "meta.pt", weights_only=True)
     assert meta["global_step"] == 4
     assert meta["skipped_updates"] == 0
-    assert meta["RolloutDataModule"] == {"collections_drawn": 4, "skips_in_a_row": 0, "pending": None}
+    assert meta["RolloutDataModule"] == {
+        "collections_drawn": 4,
+        "skips_in_a_row": 0,
+        "source": {},
+        "pending": None,
+    }
     assert "hyper_parameters" not in meta
 
 

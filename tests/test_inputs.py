@@ -15,6 +15,7 @@ from olmo_rl.config import Config, OverlongPrompt
 from olmo_rl.data.preflight import examine
 from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.library import faults_of_code
+from olmo_rl.tasks.order import PromptOrder
 from olmo_rl.tasks.prompting import rendered_task, task_of
 from olmo_rl.types import Refusal
 
@@ -115,18 +116,18 @@ def test_overlong_prompts_are_left_out_and_counted_by_a_key(tmp_path: Path) -> N
     size = everything.size
     assert size is not None
     task = task_of(config, tokenizer=ByteTokenizer())
-    drawn = task.problems(size - 1, seed=3)
-    assert "line-62" not in {problem.id for problem in drawn}
-    assert len({problem.prompt for problem in drawn}) == len(drawn) == size - 1
-    assert task.counts["overlong_prompts"] == 1
+    taken = PromptOrder(task=task, seed=3).take(size - 1)
+    assert "line-62" not in {problem.id for problem in taken.problems}
+    assert len({problem.prompt for problem in taken.problems}) == len(taken.problems) == size - 1
+    assert taken.overlong <= 1
+    assert PromptOrder(task=task, seed=3).take(2 * size - 2).overlong >= 1
     assert task.held_out(2) == everything.held_out(2)
-    again = task_of(config, tokenizer=ByteTokenizer()).problems(size - 1, seed=3)
-    assert again == drawn
+    assert PromptOrder(task=task_of(config, tokenizer=ByteTokenizer()), seed=3).take(size - 1) == taken
     short = replace(config, model=replace(config.model, max_seq_len=17))
     (first, _) = examine(short).reasons
     assert "leaves no problem" in first
     with pytest.raises(Refusal, match="leaves no problem"):
-        task_of(short, tokenizer=ByteTokenizer()).problems(4, seed=0)
+        PromptOrder(task=task_of(short, tokenizer=ByteTokenizer())).take(4)
 
 
 def test_prompts_that_fit_are_drawn_alike_whether_overlong_ones_are_refused_or_left_out(
@@ -134,7 +135,7 @@ def test_prompts_that_fit_are_drawn_alike_whether_overlong_ones_are_refused_or_l
 ) -> None:
     config = compose_fast(*SMALL)
     lenient = replace(config, task=replace(config.task, overlong=OverlongPrompt.leave_out))
-    drawn = [task_of(c, tokenizer=ByteTokenizer()).problems(64, seed=5) for c in (config, lenient)]
+    drawn = [PromptOrder(task=task_of(c, tokenizer=ByteTokenizer())).take(64) for c in (config, lenient)]
     assert drawn[0] == drawn[1]
 
 

@@ -53,6 +53,7 @@ def draw_collection(
     drawn: list[Sample] = []
     found: dict[str, int] = {}
     asked: dict[str, float] = {}
+    latest: dict[str, float] = {}
     notes: tuple[str, ...] = ()
     counts, name, rounds = planner.count(None), "", 0
     while rounds < attempts and (not kept or len(kept) < size):
@@ -66,13 +67,14 @@ def draw_collection(
         rounds += 1
         notes += collection.notes
         asked = {name: asked.get(name, 0.0) + count for name, count in collection.counts.items()}
+        latest |= collection.facts
         counts.arrive(collection.samples)
         survivors, taken = _filter(collection, config=config, version=version)
         kept += survivors
         drawn += collection.samples
         found = {key: found.get(key, 0) + count for key, count in taken.items()}
     facts = {f"batch/{key}": float(count) for key, count in found.items()}
-    facts |= asked | _describe(drawn)
+    facts |= asked | latest | _describe(drawn)
     facts |= {"rollouts/rounds": float(rounds), "rollouts/samples": float(len(drawn))}
     return Drawn(
         samples=kept,

@@ -35,7 +35,7 @@ from olmo_rl.types import Refusal
 
 class RolloutDataModule(LightningDataModule):
     """Serves the steps of this rank. State: how many collections were opened (seeds and files follow from
-    it), and the rest of the present one.
+    it), where the source goes on behind them, and the rest of the present one.
     """
 
     def __init__(self, config: Config, *, source: RolloutSource) -> None:
@@ -43,6 +43,7 @@ class RolloutDataModule(LightningDataModule):
         self.config = config
         self.source = source
         self.collections_drawn = 0
+        self._source_state: dict[str, Any] = source.state_dict()  # behind the present collection
         self._skips_in_a_row = 0
         self._planner: StepPlanner | None = None
         self._reader: ThreadPoolExecutor | None = None
@@ -83,6 +84,7 @@ class RolloutDataModule(LightningDataModule):
         return {
             "collections_drawn": self.collections_drawn,
             "skips_in_a_row": self._skips_in_a_row,
+            "source": self._source_state,
             "pending": None if pending is None else pending.state(),
         }
 
@@ -90,6 +92,9 @@ class RolloutDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.collections_drawn = state_dict["collections_drawn"]
         self._skips_in_a_row = state_dict["skips_in_a_row"]
+        if source := state_dict.get("source"):  # absent before sources had a state
+            self.source.load_state_dict(source)
+            self._source_state = source
         pending = state_dict["pending"]
         self._resumed = None if pending is None else Pending.of_state(pending)
 
@@ -121,6 +126,7 @@ class RolloutDataModule(LightningDataModule):
         if isinstance(found, Drawn):
             found = self._cut(found, version=self.policy_version)
         self.collections_drawn += 1
+        self._source_state = self.source.state_dict()
         _print(found.notes)
         found.facts["time/rollout_s"] = time.perf_counter() - started
         return found

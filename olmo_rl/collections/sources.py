@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from olmo_rl.collections.generation import RolloutParts
-from olmo_rl.config import Config, RolloutsConfig
+from olmo_rl.config import Config, OverlongPrompt, RolloutsConfig
 from olmo_rl.config import Source as SourceKind
 from olmo_rl.data.files import collection_paths
 from olmo_rl.data.inputs import Inputs
@@ -27,6 +27,7 @@ from olmo_rl.data.preflight import unknown_sampling
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
+from olmo_rl.tasks.order import PromptOrder, Taken
 from olmo_rl.tasks.problems import Problem
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
@@ -47,6 +48,12 @@ class RolloutSource(Protocol):
         source that does not generate is asked from a thread, ahead of time, and must not communicate.
         """
         ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source goes on behind what it delivered, as plain values, the same on every rank."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class FileSource:
@@ -72,6 +79,13 @@ class FileSource:
             collection.notes += (unknown_sampling(self.paths[index]),)
         return collection
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the number of the collection is all."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        del state
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Asked:
@@ -83,7 +97,8 @@ class Asked:
     requests: list[tuple[str, str, Problem]]
     mine: list[tuple[str, str, Problem]]
     answers: Callable[[], Sequence[Generation | None]]
-    drawn: Mapping[str, int]  # what the task counted at this rank while it drew the problems
+    places: Sequence[int]  # of the problems in their order
+    overlong: int  # problems that were passed over for them
     counts: Counts | None = None  # of a serving engine, whole once the answers are there
     answered: Future[list[Generation | None]] | None = None
 
@@ -100,6 +115,7 @@ class GeneratingSource:
     def __init__(self, config: Config, *, parts: RolloutParts, strategy: ExpertParallelStrategy) -> None:
         self._config = config
         self._task = parts.task
+        self._order = PromptOrder(task=parts.task)
         self._tokenizer = parts.tokenizer
         self._engine = parts.engine
         self._strategy = strategy
@@ -126,6 +142,10 @@ class GeneratingSource:
             sampling=sampling_of(self._config.rollouts),
             counts={name: sum(counts[name] for _, counts in parts) for name in parts[0][1]},
         )
+        if self._config.task.overlong is OverlongPrompt.leave_out:
+            collection.counts["rollouts/overlong_prompts"] = asked.overlong
+        if (epoch := self._order.epoch) is not None:
+            collection.facts["rollouts/epoch"] = epoch
         if asked.answered is not None:
             collection.counts["rollouts/wait_s"] = waited
             collection.notes += self._starving(asked, waited=waited)
@@ -143,8 +163,7 @@ class GeneratingSource:
             if generation is not None
         ]
         counted = {
-            f"rollouts/{name}": float(count - before[name] + asked.drawn[name])
-            for name, count in self._task.counts.items()
+            f"rollouts/{name}": float(count - before[name]) for name, count in self._task.counts.items()
         }
         return samples, counted | ({} if asked.counts is None else asked.counts.metrics())
 
@@ -173,13 +192,9 @@ class GeneratingSource:
         index, attempt, groups = key
         rollouts = self._config.rollouts
         seed = _seed(self._config.seed, index, attempt)
-        # Some datasets draw from state that differs between processes.
-        before = self._task.counts
-        drawn = self._strategy.from_rank_zero(lambda: outcome(lambda: self._task.problems(groups, seed=seed)))
-        (problems,) = together([drawn])
-        counted = {name: count - before[name] for name, count in self._task.counts.items()}
+        taken = self._take(groups)
         requests: list[tuple[str, str, Problem]] = []
-        for number, problem in enumerate(problems):
+        for number, problem in enumerate(taken.problems):
             group = f"c{index}-a{attempt}-p{number}"
             requests += [(group, f"{group}-s{i}", problem) for i in range(rollouts.group_size)]
         mine = requests[self._strategy.global_rank :: self._strategy.world_size]
@@ -200,11 +215,37 @@ class GeneratingSource:
                 mine=mine,
                 answers=answered.result,
                 counts=counts,
-                drawn=counted,
+                places=taken.places,
+                overlong=taken.overlong,
                 answered=answered,
             )
         generate = partial(self._engine.generate, prompts, **settings)
-        return Asked(key=key, requests=requests, mine=mine, answers=generate, drawn=counted)
+        return Asked(
+            key=key,
+            requests=requests,
+            mine=mine,
+            answers=generate,
+            places=taken.places,
+            overlong=taken.overlong,
+        )
+
+    def _take(self, groups: int) -> Taken:
+        """The next problems, chosen by rank 0. A collective of all ranks."""
+        found = self._strategy.from_rank_zero(lambda: outcome(lambda: self._order.take(groups)))
+        (taken,) = together([found])
+        self._order.advance(taken)
+        return taken
+
+    def pass_over(self, groups: int) -> None:
+        """Go on behind the problems of a collection that exists already. A collective of all ranks."""
+        self._take(groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the order of problems goes on. Those of a collection ahead are given once more."""
+        return self._order.state_dict(unused=() if self._ahead is None else self._ahead.places)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._order.load_state_dict(state)
 
     def _sample(self, group: str, *, id: str, problem: Problem, generation: Generation) -> Sample:
         prompt = len(generation.tokens) - len(generation.logprobs)

@@ -18,12 +18,13 @@ from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from olmo_rl.collections.step_loader import StepLoader
-from olmo_rl.config import Config
+from olmo_rl.config import Config, OverlongPrompt
 from olmo_rl.data.chat import supervised_sample
 from olmo_rl.data.collate import step_of_rank
 from olmo_rl.data.packs import Step
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.planning.packing import plan_step, unpacked_plan
+from olmo_rl.tasks.order import DEMONSTRATIONS, PromptOrder
 from olmo_rl.tasks.problems import Problem, Task, demonstration
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.rank_agreement import outcome, together
@@ -140,34 +141,43 @@ def supervised_step(samples: Sequence[Sample], *, config: Config, strategy: Expe
 
 
 class TaskDemonstrations:
-    """A task's problems with their answers, without end, drawn by (seed, number of the draw) alone."""
+    """A task's problems with their answers, pass after pass."""
 
     def __init__(
         self, config: Config, *, task: Task, tokenizer: Tokenizer, strategy: ExpertParallelStrategy
     ) -> None:
         self._config = config
-        self._task = task
+        self._order = PromptOrder(task=task, seed=DEMONSTRATIONS)
         self._tokenizer = tokenizer
         self._strategy = strategy
-        self._draws = 0
+        self._draws = self._overlong = 0
 
     def draw(self, count: int) -> list[Sample]:
         """Rank 0 chooses, because another process might make other problems."""
-        seed = _step_seed(self._config.seed, self._draws)
-        drawn = self._strategy.from_rank_zero(lambda: outcome(lambda: self._task.problems(count, seed=seed)))
-        (problems,) = together([drawn])
-        samples = [self._sample(problem, id=f"step{self._draws}-{i}") for i, problem in enumerate(problems)]
+        drawn = self._strategy.from_rank_zero(lambda: outcome(lambda: self._order.take(count)))
+        (taken,) = together([drawn])
+        self._order.advance(taken)
+        self._overlong += taken.overlong
+        samples = [
+            self._sample(problem, id=f"step{self._draws}-{i}") for i, problem in enumerate(taken.problems)
+        ]
         self._draws += 1
         return samples
 
     def facts(self) -> dict[str, float]:
-        return {}
+        epoch = self._order.epoch
+        known = {} if epoch is None else {"sft/epoch": epoch}
+        if self._config.task.overlong is OverlongPrompt.leave_out:
+            known["sft/dropped"] = float(self._overlong)
+        return known
 
     def state_dict(self) -> dict[str, Any]:
-        return {"draws": self._draws}
+        return {"draws": self._draws, "overlong": self._overlong, "order": self._order.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._draws = state["draws"]
+        self._draws, self._overlong = state["draws"], state.get("overlong", 0)
+        if "order" in state:  # absent before problems had an order
+            self._order.load_state_dict(state["order"])
 
     def _sample(self, problem: Problem, *, id: str) -> Sample:
         prompt, answer = demonstration(problem, tokenizer=self._tokenizer)
@@ -178,8 +188,3 @@ class TaskDemonstrations:
                 f"model.max_seq_len={self._config.model.max_seq_len}: raise it, or choose easier problems"
             )
         return supervised_sample(id, tokens, trained=np.arange(len(tokens)) >= len(prompt))
-
-
-def _step_seed(seed: int, step: int) -> int:
-    """Seeds of demonstrations, apart from those of rollouts."""
-    return int(np.random.SeedSequence([seed, step], spawn_key=(1,)).generate_state(1, np.uint64)[0] >> 1)

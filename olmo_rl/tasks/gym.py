@@ -19,7 +19,7 @@ from olmo_rl.tasks.problems import (
     HELD_OUT_SEED,
     MadeOnDemand,
     Problem,
-    in_rounds,
+    blocks,
     refuse_unknown,
     take_held_out,
 )
@@ -90,13 +90,13 @@ class GymTask(MadeOnDemand):
         self._judge = self._dataset(seed=HELD_OUT_SEED, size=1)
         self._reserved: list[Problem] | None = None
 
-    def problems(self, count: int, *, seed: int) -> list[Problem]:
+    def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
         reserved = {problem.prompt for problem in self._held_out_pool()}
 
-        def draw(missing: int, round: int) -> list[Problem]:
-            return self._draw(missing, seeds=(self._seed, seed, round), without=reserved)
+        def draw(missing: int, block: int, round: int) -> list[Problem]:
+            return self._draw(missing, seeds=(self._seed, seed, block, round), without=reserved)
 
-        return in_rounds(count, draw=draw, where=f"task.name={self._config.name}")
+        return blocks(start=start, count=count, draw=draw, where=f"task.name={self._config.name}")
 
     def held_out(self, count: int) -> list[Problem]:
         return take_held_out(self._held_out_pool(), count=count, where=f"task.name={self._config.name}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,20 +23,22 @@ from olmo_rl.tasks.problems import (
     MadeOnDemand,
     Problem,
     Task,
-    in_rounds,
+    blocks,
     is_held_out,
+    passes,
     refuse_unknown,
     take_held_out,
 )
 from olmo_rl.types import Refusal
 
 MAX_DIGITS = 6
+_LISTED_DIGITS = 2
 REFERENCE_SECONDS = 30.0  # for judging every reference once before a run
 _REPORTED = 20  # faults of one file
 
 
 def build_task(config: TaskConfig, *, seed: int, problems: Sequence[Problem] | None = None) -> Task:
-    """The task that `config` describes; `seed` shifts which training problems its draws give. `problems`:
+    """The task that `config` describes; `seed` shifts the order of its training problems. `problems`:
     those of `task.path` where it was read before.
     """
     match config.kind:
@@ -51,7 +54,9 @@ def build_task(config: TaskConfig, *, seed: int, problems: Sequence[Problem] | N
 
 
 class AdditionTask(MadeOnDemand):
-    """Sums of two numbers with `digits` digits each: `12+34=` -> `46`. Pairs are held out in both orders."""
+    """Sums of two numbers with `digits` digits each: `12+34=` -> `46`. Pairs are held out in both orders. Up
+    to two digits all pairs are listed and come once a pass; longer ones are drawn, where a repeat is rare.
+    """
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         refuse_unknown(list(config.parameters), known=["digits"], where="task.parameters of task=addition")
@@ -61,12 +66,24 @@ class AdditionTask(MadeOnDemand):
         self._low = 0 if digits == 1 else 10 ** (digits - 1)
         self._high = 10**digits
         self._seed = seed
+        self._pool: list[Problem] | None = None
+        if digits <= _LISTED_DIGITS:
+            every = product(range(self._low, self._high), repeat=2)
+            self._pool = [_sum(a, b) for a, b in every if not _reserved(a, b)]
 
-    def problems(self, count: int, *, seed: int) -> list[Problem]:
-        def draw(missing: int, round: int) -> list[Problem]:
-            return self._pairs(missing, held_out=False, seeds=(self._seed, seed, round))
+    @property
+    def size(self) -> int | None:
+        return None if self._pool is None else len(self._pool)
 
-        return in_rounds(count, draw=draw, where="task=addition")
+    def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
+        where, seeds = "task=addition", (self._seed, seed)
+        if self._pool is not None:
+            return passes(self._pool, start=start, count=count, seeds=seeds, where=where)
+
+        def draw(missing: int, block: int, round: int) -> list[Problem]:
+            return self._pairs(missing, held_out=False, seeds=(*seeds, block, round))
+
+        return blocks(start=start, count=count, draw=draw, where=where)
 
     def held_out(self, count: int) -> list[Problem]:
         found = self._pairs(count, held_out=True, seeds=(HELD_OUT_SEED,))
@@ -81,8 +98,8 @@ class AdditionTask(MadeOnDemand):
         for a, b in self._order(np.random.default_rng(seeds)):
             if len(found) == count:
                 break
-            if is_held_out(f"{min(a, b)}+{max(a, b)}") == held_out:
-                found[f"{a}+{b}="] = Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", reference=str(a + b))
+            if _reserved(a, b) == held_out:
+                found[f"{a}+{b}="] = _sum(a, b)
         return list(found.values())
 
     def _order(self, generator: np.random.Generator) -> Iterator[tuple[int, int]]:
@@ -95,6 +112,14 @@ class AdditionTask(MadeOnDemand):
         while True:
             a, b = generator.integers(self._low, self._high, size=2).tolist()
             yield a, b
+
+
+def _reserved(a: int, b: int) -> bool:
+    return is_held_out(f"{min(a, b)}+{max(a, b)}")
+
+
+def _sum(a: int, b: int) -> Problem:
+    return Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", reference=str(a + b))
 
 
 class JsonlTask:
@@ -114,12 +139,17 @@ class JsonlTask:
         self._training = [problem for problem in problems if not is_held_out(problem.prompt)]
         self._reserved = list({p.prompt: p for p in problems if is_held_out(p.prompt)}.values())
 
-    def problems(self, count: int, *, seed: int) -> list[Problem]:
-        def draw(missing: int, round: int) -> list[Problem]:
-            order = np.random.default_rng((self._seed, seed, round)).permutation(len(self._training))
-            return [self._training[i] for i in order[:missing].tolist()]
+    def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
+        return passes(
+            self._training,
+            start=start,
+            count=count,
+            seeds=(self._seed, seed),
+            where=f"task.path={self._path}",
+        )
 
-        return in_rounds(count, draw=draw, where=f"task.path={self._path}")
+    def fits(self, problem: Problem) -> bool:
+        return True
 
     def held_out(self, count: int) -> list[Problem]:
         return take_held_out(self._reserved, count=count, where=f"task.path={self._path}")

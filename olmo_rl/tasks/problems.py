@@ -1,8 +1,8 @@
 """Problems and the protocol of a task: prompts with verifiers, training and held-out ones. No torch here.
 
-A task draws training problems by seed, holds others out, and judges responses. A held-out problem is the
-same in every run, whatever the seed, and is never a training problem. A reward is a finite number, or NaN
-where a verifier cannot judge: such samples are counted and not trained (`advantages`).
+A task puts its training problems in an endless order by seed, holds others out, and judges responses. A
+held-out problem is the same in every run, whatever the seed, and is never a training problem. A reward is a
+finite number, or NaN where a verifier cannot judge: such samples are counted and not trained (`advantages`).
 
 Refuses: unknown names, more held-out problems than there are, tasks without a training problem.
 """
@@ -16,11 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.types import Refusal
 
 # One problem in so many is held out where problems can be distinguished by a hash.
 HELD_OUT_EVERY = 10
+# Problems that are made on demand are made so many at a time; those of one block differ.
+BLOCK = 16
 # Draws of held-out problems use this seed, whatever the run's.
 HELD_OUT_SEED = 1_000_003
 
@@ -61,8 +65,14 @@ class Task(Protocol):
         """The number of training problems; None where they are made on demand."""
         ...
 
-    def problems(self, count: int, *, seed: int) -> list[Problem]:
-        """`count` training problems, different ones until they run out."""
+    def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
+        """The training problems `start` to `start + count` of the endless order `seed`. Where there are
+        `size` of them, each comes once a pass, in another order every pass.
+        """
+        ...
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether a run may draw this training problem, or has to leave it out."""
         ...
 
     def held_out(self, count: int) -> list[Problem]:
@@ -99,6 +109,9 @@ class MadeOnDemand:
     def size(self) -> int | None:
         return None
 
+    def fits(self, problem: Problem) -> bool:
+        return True
+
 
 def demonstration(problem: Problem, *, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the reference answer with the end of sequence behind it."""
@@ -122,17 +135,42 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f", the nearest known name is {near[0]!r}" if near else ""
 
 
-def in_rounds(count: int, *, draw: Callable[[int, int], list[Problem]], where: str) -> list[Problem]:
-    """`count` problems from `draw(missing, round)`: each round gives different ones until they run out."""
-    drawn: list[Problem] = []
-    for round in itertools.count():
-        if len(drawn) >= count:
-            break
-        part = draw(count - len(drawn), round)
-        if not part:
-            raise Refusal(f"{where}: no problem is left for training, all of them are held out")
-        drawn += part
-    return drawn
+def passes(
+    pool: Sequence[Problem], *, start: int, count: int, seeds: tuple[int, ...], where: str
+) -> list[Problem]:
+    """Problems `start` to `start + count` of passes over `pool`, each shuffled by (seeds, number of the
+    pass).
+    """
+    if not pool:
+        raise Refusal(f"{where}: no problem is left for training, all of them are held out")
+    found: list[Problem] = []
+    while len(found) < count:
+        number, first = divmod(start + len(found), len(pool))
+        order = np.random.default_rng((*seeds, number)).permutation(len(pool))
+        found += [pool[i] for i in order[first : first + count - len(found)].tolist()]
+    return found
+
+
+def blocks(
+    *, start: int, count: int, draw: Callable[[int, int, int], list[Problem]], where: str
+) -> list[Problem]:
+    """Problems `start` to `start + count` of an endless sequence of blocks of `BLOCK` problems, made on
+    demand: `draw(missing, block, round)` gives different ones, fewer where it finds no more; a further round
+    fills the block.
+    """
+    found: list[Problem] = []
+    while len(found) < count:
+        number, first = divmod(start + len(found), BLOCK)
+        block: list[Problem] = []
+        for round in itertools.count():
+            if len(block) == BLOCK:
+                break
+            part = draw(BLOCK - len(block), number, round)
+            if not part:
+                raise Refusal(f"{where}: no problem is left for training, all of them are held out")
+            block += part
+        found += block[first : first + count - len(found)]
+    return found
 
 
 def take_held_out(found: list[Problem], *, count: int, where: str) -> list[Problem]:

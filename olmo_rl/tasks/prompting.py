@@ -13,16 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from olmo_rl.config import Config, OverlongPrompt
 from olmo_rl.data.chat import user_prompt
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.tasks.kinds import build_task
 from olmo_rl.tasks.problems import Problem, Task, demonstration
 from olmo_rl.types import Refusal
-
-_ROUNDS = 100  # draws in a row without a problem that fits
 
 
 class ChatTask:
@@ -39,8 +35,11 @@ class ChatTask:
     def size(self) -> int | None:
         return self._task.size
 
-    def problems(self, count: int, *, seed: int) -> list[Problem]:
-        return self._rendered(self._task.problems(count, seed=seed))
+    def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
+        return self._rendered(self._task.problems(count, seed=seed, start=start))
+
+    def fits(self, problem: Problem) -> bool:
+        return self._task.fits(problem)
 
     def held_out(self, count: int) -> list[Problem]:
         return self._rendered(self._task.held_out(count))
@@ -60,43 +59,24 @@ class ChatTask:
 
 
 class FittingTask:
-    """A task without the problems that do not fit; others are drawn in their place, held-out ones are not
-    replaced. `counts["overlong_prompts"]`: training problems left out since the start.
-    """
+    """A task whose overlong problems a run leaves out; held-out ones are not replaced."""
 
     def __init__(self, task: Task, *, fits: Callable[[Problem], bool]) -> None:
         self._task, self._fits = task, fits
-        self._left_out = 0
 
     @property
     def counts(self) -> Mapping[str, int]:
-        return {**self._task.counts, "overlong_prompts": self._left_out}
+        return self._task.counts
 
     @property
     def size(self) -> int | None:
         return self._task.size
 
-    def problems(self, count: int, *, seed: int) -> list[Problem]:
-        left_out: set[str] = set()
-        kept = self._fitting(self._task.problems(count, seed=seed), left_out)
-        barren = draws = 0
-        while len(kept) < count:
-            draws += 1
-            asked = max(count, self._task.size or 0)  # a file gives each of its problems once
-            found = self._fitting(self._task.problems(asked, seed=_next_seed(seed, draws)), left_out)
-            known = {problem.prompt for problem in kept}
-            missing = count - len(kept)
-            kept += [problem for problem in found if problem.prompt not in known][:missing] or found[:missing]
-            barren = 0 if found else barren + 1
-            if barren == _ROUNDS:
-                raise Refusal(NOTHING_FITS)
-        self._left_out += len(left_out)
-        return kept
+    def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
+        return self._task.problems(count, seed=seed, start=start)
 
-    def _fitting(self, found: list[Problem], left_out: set[str]) -> list[Problem]:
-        """The problems that fit; the prompts of the others go to `left_out`."""
-        left_out |= {problem.prompt for problem in found if not self._fits(problem)}
-        return [problem for problem in found if problem.prompt not in left_out]
+    def fits(self, problem: Problem) -> bool:
+        return self._fits(problem)
 
     def held_out(self, count: int) -> list[Problem]:
         kept = [problem for problem in self._task.held_out(count) if self._fits(problem)]
@@ -132,7 +112,7 @@ def rendered_task(config: Config, *, tokenizer: Tokenizer, problems: Sequence[Pr
 
 
 def task_of(config: Config, *, tokenizer: Tokenizer, problems: Sequence[Problem] | None = None) -> Task:
-    """The task that the run draws from: that of `rendered_task`, if asked for without overlong ones."""
+    """The task that the run draws from: that of `rendered_task`, which leaves overlong ones out if asked."""
     task = rendered_task(config, tokenizer=tokenizer, problems=problems)
     if config.task.overlong is OverlongPrompt.refuse:
         return task
@@ -152,7 +132,3 @@ def tokens_of(problem: Problem, *, config: Config, tokenizer: Tokenizer) -> int:
     if config.demonstrates:
         lengths.append(sum(map(len, demonstration(problem, tokenizer=tokenizer))))
     return max(lengths)
-
-
-def _next_seed(seed: int, draw: int) -> int:
-    return int(np.random.SeedSequence([seed, draw], spawn_key=(3,)).generate_state(1, np.uint64)[0] >> 1)

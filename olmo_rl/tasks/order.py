@@ -1,0 +1,100 @@
+"""The order in which a run takes the training problems of its task: each once a pass, and it can be resumed.
+
+`take` changes nothing: rank 0 takes, since some datasets draw from state that differs between processes, and
+every rank then goes on behind what was taken (`advance`). The state is plain values: where the order goes on,
+and what was taken and has to be given once more. No torch here.
+
+Refuses: a task of which nothing can be drawn, and the state of another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from olmo_rl.tasks.problems import BLOCK, Problem, Task
+from olmo_rl.tasks.prompting import NOTHING_FITS
+from olmo_rl.types import Refusal
+
+ROLLOUTS, DEMONSTRATIONS = 0, 1  # orders of one task that do not follow each other
+_BARREN = 100 * BLOCK  # problems made on demand in a row that do not fit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """Problems with their places in the order, the place behind them, and how many of those given back
+    before are among them. `overlong`: problems that were passed over because they do not fit.
+    """
+
+    problems: Sequence[Problem]
+    places: Sequence[int]
+    behind: int
+    given_back: int = 0
+    overlong: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptOrder:
+    """Problems of `task` in the order `seed`. State: `place`, from which new ones are taken, and the places
+    of problems that come first because they were `returned`.
+    """
+
+    task: Task
+    seed: int = ROLLOUTS
+    place: int = 0
+    returned: list[int] = field(default_factory=list)
+    _block: tuple[int, list[Problem]] = field(default=(-1, []), repr=False)
+
+    def take(self, count: int) -> Taken:
+        """The next `count` problems that fit: returned ones, then new ones."""
+        places = self.returned[:count]
+        problems = [self._at(place) for place in places]
+        given_back, place, overlong, barren = len(places), self.place, 0, 0
+        limit = _BARREN if self.task.size is None else self.task.size
+        while len(problems) < count:
+            problem = self._at(place)
+            if self.task.fits(problem):
+                problems.append(problem)
+                places.append(place)
+                barren = 0
+            else:
+                overlong, barren = overlong + 1, barren + 1
+                if barren == limit:
+                    raise Refusal(NOTHING_FITS)
+            place += 1
+        return Taken(problems=problems, places=places, behind=place, given_back=given_back, overlong=overlong)
+
+    def advance(self, taken: Taken) -> None:
+        """Go on behind what `take` gave; every rank is told the same."""
+        del self.returned[: taken.given_back]
+        self.place = taken.behind
+
+    @property
+    def epoch(self) -> float | None:
+        """Passes over the training problems so far, None where they are made on demand without end."""
+        return None if self.task.size is None else self.place / self.task.size
+
+    def state_dict(self, *, unused: Sequence[int] = ()) -> dict[str, Any]:
+        """Plain values. `unused`: places of problems that were taken, and are to be given once more."""
+        return {"place": self.place, "returned": [*unused, *self.returned], "order": self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["order"] != (ours := self._identity()):
+            raise Refusal(
+                f"task, seed: the training problems (number, first one) are {ours}, they were "
+                f"{state['order']} when the checkpoint was saved, so the run cannot go on in their order: "
+                "restore them, or start from the weights with init_from"
+            )
+        self.place, self.returned = state["place"], list(state["returned"])
+
+    def _identity(self) -> list[Any] | None:
+        """The number of problems and the first one in order; None where they are made on demand."""
+        return None if self.task.size is None else [self.task.size, self._at(0).id]
+
+    def _at(self, place: int) -> Problem:
+        number, index = divmod(place, BLOCK)
+        if self._block[0] != number:
+            found = self.task.problems(BLOCK, seed=self.seed, start=number * BLOCK)
+            self._block = number, found
+        return self._block[1][index]

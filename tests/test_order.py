@@ -1,0 +1,139 @@
+"""The order of training problems: each once a pass, resumed where it stopped, whatever lies ahead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_datamodule import local_config
+from training_cases import fit
+
+from olmo_rl.config import BatchConfig, TaskConfig, TaskKind, TrainerConfig
+from olmo_rl.tasks.kinds import build_task
+from olmo_rl.tasks.order import DEMONSTRATIONS, PromptOrder
+from olmo_rl.tasks.problems import BLOCK, Problem
+from olmo_rl.tasks.prompting import FittingTask
+from olmo_rl.types import Refusal
+
+
+def lines(path: Path, count: int) -> TaskConfig:
+    path.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": f"{i}"}) + "\n" for i in range(count)))
+    return TaskConfig(kind=TaskKind.jsonl, path=str(path), eval_problems=0)
+
+
+def take(order: PromptOrder, count: int) -> list[str]:
+    taken = order.take(count)
+    order.advance(taken)
+    return [problem.id for problem in taken.problems]
+
+
+@pytest.mark.parametrize("count", [20, 200])
+def test_every_problem_comes_once_a_pass_in_another_order_each_pass(tmp_path: Path, count: int) -> None:
+    task = build_task(lines(tmp_path / "p.jsonl", count), seed=0)
+    size = task.size
+    assert size is not None
+    order = PromptOrder(task=task)
+    passes = [[id for _ in range(0, size, 5) for id in take(order, 5)] for _ in range(3)]
+    drawn = [id for part in passes for id in part]
+    whole = [drawn[i * size : (i + 1) * size] for i in range(3)]
+    assert all(len(set(part)) == size for part in whole)
+    assert whole[0] != whole[1] != whole[2]
+    assert order.epoch == len(drawn) / size
+
+
+def test_the_sums_of_the_default_run_come_once_a_pass_and_demonstrations_in_another_order() -> None:
+    task = build_task(TaskConfig(), seed=0)
+    size = task.size
+    assert size is not None
+    first = take(PromptOrder(task=task), size)
+    assert len(set(first)) == size
+    assert take(PromptOrder(task=task, seed=DEMONSTRATIONS), 64) != first[:64]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TaskConfig(parameters={"digits": 5}),
+        TaskConfig(kind=TaskKind.reasoning_gym, name="chain_sum", eval_problems=4),
+    ],
+)
+def test_problems_made_on_demand_follow_from_their_place(config: TaskConfig) -> None:
+    order = PromptOrder(task=build_task(config, seed=0))
+    first = take(order, BLOCK + 10)
+    assert order.epoch is None
+    other = PromptOrder(task=build_task(config, seed=0))
+    other.load_state_dict({"place": 7, "returned": [], "order": None})
+    assert take(other, BLOCK) == first[7 : 7 + BLOCK]
+    assert len(set(first[:BLOCK])) == BLOCK
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_cut_by_checkpoints_gives_the_same_problems(data: st.DataObject) -> None:
+    """A checkpoint may hold problems that were taken ahead; they come first afterwards."""
+    task = build_task(TaskConfig(parameters={"digits": 1}), seed=1)
+    parts = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=6))
+    straight = PromptOrder(task=task)
+    expected = [id for part in parts for id in take(straight, part)]
+    order, found = PromptOrder(task=task), []
+    for part in parts:
+        found += take(order, part)
+        ahead = order.take(data.draw(st.integers(0, 20)))
+        order.advance(ahead)
+        order, state = PromptOrder(task=task), order.state_dict(unused=ahead.places)
+        order.load_state_dict(json.loads(json.dumps(state)))
+    assert found == expected
+
+
+def test_problems_that_do_not_fit_are_passed_over_and_counted(tmp_path: Path) -> None:
+    task = build_task(lines(tmp_path / "p.jsonl", 60), seed=0)
+    size = task.size
+    assert size is not None
+
+    def short(problem: Problem) -> bool:
+        return len(problem.prompt) < 3
+
+    fitting = PromptOrder(task=FittingTask(task, fits=short))
+    kept = sum(short(problem) for problem in task.problems(size, seed=0))
+    assert 0 < kept < size
+    taken = fitting.take(2 * kept)
+    assert sorted(p.id for p in taken.problems[:kept]) == sorted(p.id for p in taken.problems[kept:])
+    assert size - kept <= taken.overlong <= 2 * (size - kept)
+    assert taken.behind == 2 * kept + taken.overlong
+    with pytest.raises(Refusal, match="task.overlong=leave_out leaves no problem"):
+        PromptOrder(task=FittingTask(task, fits=lambda problem: False)).take(1)
+
+
+def test_the_state_of_another_order_is_refused(tmp_path: Path) -> None:
+    config = lines(tmp_path / "p.jsonl", 60)
+    state = PromptOrder(task=build_task(config, seed=0)).state_dict()
+    for other in (
+        build_task(config, seed=1),
+        build_task(lines(tmp_path / "q.jsonl", 61), seed=0),
+    ):
+        with pytest.raises(Refusal, match="the training problems .* when the checkpoint was saved"):
+            PromptOrder(task=other).load_state_dict(state)
+    PromptOrder(task=build_task(config, seed=0)).load_state_dict(state)
+
+
+def test_a_run_meets_every_prompt_once_a_pass_also_across_a_resume(tmp_path: Path) -> None:
+    config = local_config(
+        tmp_path / "run",
+        task=lines(tmp_path / "p.jsonl", 40),
+        batch=BatchConfig(samples_per_step=16),
+        trainer=TrainerConfig(max_steps=5),
+    )
+    size = build_task(config.task, seed=config.seed).size
+    assert size is not None
+    first = fit(config)
+    second = fit(replace(config, ckpt_path="last", trainer=TrainerConfig(max_steps=-(-size // 4))))
+    batches = [*first.recorder.batches, *second.recorder.batches]
+    prompts = [sample.prompt for batch in batches for sample in batch.samples[::4]]
+    assert len(prompts) >= size
+    assert len(set(prompts[:size])) == size
+    epochs = [row["rollouts/epoch"] for row in second.rows]
+    assert epochs == pytest.approx([4 * n / size for n in range(1, len(epochs) + 1)])
