@@ -142,8 +142,8 @@ class Check:
             raise SystemExit(f"the straight run ended with {code}: {self._log('straight')}")
         self.launch_seconds = starts[0] - began
         self.update_seconds = (starts[-1] - starts[0]) / (UPDATES - 1)
-        told = json.loads((self._watch("straight") / "counts0").read_text())
-        self.step_calls, self.saves = told["step_calls"], told["saves"]
+        counted = json.loads((self._watch("straight") / "counts0").read_text())
+        self.step_calls, self.saves = counted["step_calls"], counted["saves"]
         self.console.print(
             f"straight: {UPDATES} updates, {self.saves} saves, the first update after "
             f"{self.launch_seconds:.1f} s, {self.update_seconds:.2f} s each"
@@ -212,8 +212,12 @@ class Check:
         pids = [process.pid]
         if moment.how == "SIGKILL":
             ranks = [self._watch(name) / f"pid{rank}" for rank in range(self.devices)]
-            told = [int(path.read_text()) for path in ranks if path.is_file()]
-            pids = [process.pid, *told] if moment.rank < 0 or not told else [told[moment.rank % len(told)]]
+            rank_pids = [int(path.read_text()) for path in ranks if path.is_file()]
+            pids = (
+                [process.pid, *rank_pids]
+                if moment.rank < 0 or not rank_pids
+                else [rank_pids[moment.rank % len(rank_pids)]]
+            )
         for pid in pids:
             try:
                 os.kill(pid, signal.Signals[moment.how])

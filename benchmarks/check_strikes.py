@@ -65,8 +65,8 @@ def strike_runs(
         code = run.start(counting=True)
         assert code == 0, f"{kind} straight through ended with {code}: {run.log}"
         counts[kind] = [int(path.read_text()) for path in sorted(run.place.glob("operations*"))]
-        told = ", ".join(map(str, counts[kind]))
-        report(f"{kind}: {told} file operations of the ranks, {time.monotonic() - began:.1f} s")
+        per_rank = ", ".join(map(str, counts[kind]))
+        report(f"{kind}: {per_rank} file operations of the ranks, {time.monotonic() - began:.1f} s")
     passed = 0
     for number, strike in enumerate(strikes(rounds, seed=seed, kinds=kinds, counts=counts), start=1):
         run = Runs(place / f"round{number}", kind=strike.kind)

@@ -163,7 +163,7 @@ class LogprobKind(Choice):
 class Dtype(Choice):
     bfloat16 = "bfloat16"
     float32 = "float32"
-    float64 = "float64", "on a CPU, to tell a fault from rounding: weights and optimizer too"
+    float64 = "float64", "on a CPU, to distinguish a fault from rounding: weights and optimizer too"
 
 
 class WrittenDtype(Choice):

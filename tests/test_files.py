@@ -313,7 +313,7 @@ R = row()["routes"]
         ([*R[:3], [5, 4]], "routes row 3, layer 1: experts is 5: expected a list"),
         (R[:3], "routes have 3 rows for 5 tokens, expected 4"),
         ([*R, R[0]], "routes have 5 rows for 5 tokens, expected 4"),
-        ([[*x, [0, 1]] for x in R], "routes have 3 layers, routed_layers names 2: say route_layers: all"),
+        ([[*x, [0, 1]] for x in R], "routes have 3 layers, routed_layers names 2: write route_layers: all"),
         ([], "routes have 0 rows for 5 tokens"),
     ],
 )

@@ -195,7 +195,7 @@ def open_chat(path: str, *, config: SftConfig, key: str, split: str) -> list[Row
     elif place.is_file():
         found = [place]
         if config.format is SftFormat.auto and place.suffix not in SUFFIXES:
-            raise Refusal(f"{key}={path}: neither .jsonl nor .parquet: say which with sft.format")
+            raise Refusal(f"{key}={path}: neither .jsonl nor .parquet: name it with sft.format")
     else:
         raise Refusal(
             f"{key}={path}: no such file or directory; a dataset of the Hugging Face Hub needs "

@@ -146,7 +146,7 @@ def _padded_fields(pack: Pack, *, source: Tensor, pad_id: int | None) -> dict[st
     rules = {row.name: row.pad for row in TOKEN_FIELDS}
     if pack.fields.keys() != rules.keys():
         unlike = sorted(pack.fields.keys() ^ rules.keys())
-        raise ValueError(f"fields {unlike} have no pad rule or no values: say it in packs.TOKEN_FIELDS")
+        raise ValueError(f"fields {unlike} have no pad rule or no values: declare them in packs.TOKEN_FIELDS")
     fields = {}
     for name, tensor in pack.fields.items():
         if len(tensor) != pack.real_tokens:

@@ -168,7 +168,7 @@ def _check_route_shape(
     if all_layers is None and layers != len(layout.routed_layers):
         raise Refusal(
             f"routes have {layers} layers, routed_layers names {len(layout.routed_layers)}: "
-            "say route_layers: all in the metadata if the axis also counts dense layers"
+            "write route_layers: all into the metadata if the axis also counts dense layers"
         )
     if top_k != layout.top_k:
         raise Refusal(f"routes have {top_k} experts per token, top_k is {layout.top_k}")

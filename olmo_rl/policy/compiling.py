@@ -11,7 +11,7 @@ own `forward` is the region.
 Refused: nothing here; `refusals` and `backends.missing` judge the configuration and the machine.
 
 Shapes: dimension 0 of every argument of a region is the number of tokens of the row, free to change, unless
-the region says otherwise.
+the region sets another.
 """
 
 from __future__ import annotations

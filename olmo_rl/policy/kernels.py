@@ -76,7 +76,7 @@ def flash_attention(
     unbounded: int | None,
 ) -> Tensor:
     """A `flash_attn_varlen_func` of any version: causal, documents by boundaries; `unbounded` is how its
-    window says "all of the past".
+    window means "all of the past".
     """
     edges = boundaries_of(context)
     out = function(

@@ -125,7 +125,7 @@ def _bound_rule(bounds: Interval, keys: list[str]) -> Rule:
 
 
 def _range_rule(keys: list[str]) -> Rule:
-    """Numbers inside their interval that float32 does not tell from 0 or infinity."""
+    """Numbers inside their interval that float32 rounds to 0 or infinity."""
 
     def strays(config: Config, key: str) -> bool:
         value, bounds = value_of(config, key), KEYS[key].bounds

@@ -58,12 +58,12 @@ class WeightGroup:
 
 
 def own_store(name: str, *, world_size: int) -> tuple[dist.TCPStore, dict[str, Any]]:
-    """A rendezvous at a free port of this machine, and what the others must be told to meet there, as ranks
+    """A rendezvous at a free port of this machine, and what the others must know to meet there, as ranks
     from 1 on. The address is `address_for` their URL.
     """
     store = dist.TCPStore("0.0.0.0", 0, world_size, is_master=True, timeout=SILENCE, wait_for_workers=False)
-    told = {"master_port": store.port, "rank_offset": 1, "world_size": world_size, "group_name": name}
-    return store, told
+    address = {"master_port": store.port, "rank_offset": 1, "world_size": world_size, "group_name": name}
+    return store, address
 
 
 def address_for(url: str) -> str:
@@ -125,13 +125,13 @@ class SglangWords:
     """SGLang 0.5: a group of torch's own kind, met in a store of rank 0."""
 
     def invite(self, name: str, *, url: str, world_size: int, device: torch.device) -> Invitation:
-        store, told = own_store(name, world_size=world_size)
+        store, address = own_store(name, world_size=world_size)
         backend = "nccl" if device.type == "cuda" else "gloo"
         return Invitation(
             name=name,
             call=(
                 "/init_weights_update_group",
-                told | {"master_address": address_for(url), "backend": backend},
+                address | {"master_address": address_for(url), "backend": backend},
             ),
             join=partial(join, store, name=name, rank=0, world_size=world_size, device=device),
         )
@@ -237,11 +237,11 @@ def _in_thread(work: Callable[[], A]) -> asyncio.Future[A]:
 
     def run() -> None:
         try:
-            tell = partial(done.set_result, work())
+            resolve = partial(done.set_result, work())
         except RuntimeError as error:
-            tell = partial(done.set_exception, EngineFault(f"broadcast: {str(error)[:200]}"))
+            resolve = partial(done.set_exception, EngineFault(f"broadcast: {str(error)[:200]}"))
         with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(tell)
+            loop.call_soon_threadsafe(resolve)
 
     threading.Thread(target=run, name="broadcast", daemon=True).start()
     return done

@@ -57,7 +57,7 @@ class VllmWords:
     """The calls of vLLM."""
 
     def invite(self, name: str, *, url: str, world_size: int, device: torch.device) -> Invitation:
-        del url  # the id says where rank 0 is
+        del url  # the id names the address of rank 0
         unique_id = bytes(nccl.unique_id())
         info = {
             "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),

@@ -344,7 +344,7 @@ def _from_text(payload: str, *, axis: RouteAxis, rows: int | None, where: str) -
     if raw.startswith(b"\x93NUMPY"):
         return _from_npy(raw, where=where)
     if rows is None:
-        raise Refusal(f"{where}: routes without a shape, in two parts: their rows cannot be told apart")
+        raise Refusal(f"{where}: routes without a shape, in two parts: the length of each part is unknown")
     if len(raw) % 4 == 0:
         values = np.frombuffer(raw, dtype="<i4")
         for layers in axis.layers:

@@ -82,7 +82,7 @@ class ContractLog(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write down an update that was refused after it stepped, say in its publication: a checkpoint will
+        """Write down an update that was refused after it stepped, as in its publication: a checkpoint will
         hold it.
         """
         module = cast(PolicyModule, pl_module)

@@ -23,7 +23,7 @@ from typing_extensions import override
 from olmo_rl.config import Config
 from olmo_rl.run_directory import SCRATCH, checkpoint_directory
 from olmo_rl.running.checkpoint_writer import CheckpointWriter
-from olmo_rl.running.rank_process import handled_signals, leave_terminal, say
+from olmo_rl.running.rank_process import handled_signals, leave_terminal, print_line
 from olmo_rl.training.lightning_internals import write_row
 from olmo_rl.types import Refusal
 
@@ -106,7 +106,7 @@ class Checkpoints(Callback):
         self._signals.append(number)
         leave_terminal(number)
         if self._signals.count(signal.SIGINT) > 1:
-            say("a second Ctrl-C: ended at once, updates since the last checkpoint are lost")
+            print_line("a second Ctrl-C: ended at once, updates since the last checkpoint are lost")
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -72,8 +72,8 @@ class Watcher:
         self._seen: dict[int, _Seen] = {}
         self._looked = 0.0
 
-    def look(self, tell: Callable[[str], None]) -> None:
-        """Read what is new, once an interval, and tell one line for each rank that newly stands still,
+    def look(self, report: Callable[[str], None]) -> None:
+        """Read what is new, once an interval, and report one line for each rank that newly stands still,
         again when that time has doubled, and when it moves again.
         """
         now = time.monotonic()
@@ -85,10 +85,10 @@ class Watcher:
         for rank, seen in self._seen.items():
             if rank not in stalled and seen.reported:
                 seen.reported = 0.0
-                tell(f"rank {rank} moves again: {seen.beat.place}")
+                report(f"rank {rank} moves again: {seen.beat.place}")
             elif rank in stalled and stalled[rank] >= max(2 * seen.reported, self._stopped):
                 seen.reported = stalled[rank]
-                tell(self._line(rank, seconds=stalled[rank]))
+                report(self._line(rank, seconds=stalled[rank]))
 
     def lines(self) -> list[str]:
         """One line for each rank that stands still now."""

@@ -54,7 +54,7 @@ def threads_per_rank(local_ranks: int) -> int:
 def keep_freed_memory() -> None:
     """Let glibc keep what tensors free, up to 1 GiB, instead of handing every freed megabyte back to the
     system and having the pages of the next tensor faulted in again (measured in benchmarks/README.md).
-    Environment variables that say otherwise win; other C libraries are left alone.
+    Environment variables that are set win; other C libraries are left alone.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")):
         return
@@ -182,7 +182,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """A line on the terminal from inside a signal handler, where print may be in the middle of a line."""
     os.write(2, f"{line}\n".encode())
 

@@ -1,7 +1,7 @@
-"""The processes that we start ourselves, one a rank of this node, and what they tell us.
+"""The processes that we start ourselves, one a rank of this node, and their reports.
 
 Supervisor and child share one socket: the job goes down, then where to meet; the end of the work or the cause
-of a failure comes up, and the socket's own end tells either side that the other is gone. A rank that ends
+of a failure comes up, and each side learns from the socket's end that the other is gone. A rank that ends
 without a word has failed, whatever its exit code. The supervisor serves the rendezvous store, so no port is
 ever guessed; as under torchrun, a rank joins the process group once. Whatever happens to one rank, all of
 them end within seconds, and the first cause is what the caller gets.
@@ -36,8 +36,8 @@ from olmo_rl.running.rank_process import (
     imported,
     leave_process_group,
     leave_terminal,
+    print_line,
     rendezvous,
-    say,
     threads_per_rank,
 )
 from olmo_rl.types import Interrupted, RankFailed, Refusal
@@ -60,7 +60,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     socket: Connection
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # already dead: `ended` finds out why
             self.socket.send(message)
 
@@ -118,12 +118,12 @@ def supervise(entry: Entry | Named, config: Config) -> None:
         try:
             for rank in range(world_size):
                 children.append(_start(rank, config=config))
-                children[-1].tell((entry, config))
+                children[-1].send((entry, config))
             if received:  # before there was a rank to pass it on to
                 raise Interrupted(128 + received[0])
             variables = meeting.enter_context(rendezvous(world_size=world_size))  # while the ranks import
             for child in children:
-                child.tell(variables)
+                child.send(variables)
             watcher = Watcher(
                 config.run_dir,
                 ranks=range(world_size),
@@ -178,10 +178,12 @@ def _forwarded_signals(children: Sequence[_Child]) -> Iterator[list[int]]:
         leave_terminal(signum)
         at_once = received.count(signal.SIGINT) > 1
         if at_once:
-            say("a second Ctrl-C: ended at once, updates since the last checkpoint are lost")
+            print_line("a second Ctrl-C: ended at once, updates since the last checkpoint are lost")
         else:
             name = signal.Signals(signum).name
-            say(f"{name}: the ranks save and end; a second Ctrl-C ends them at once, and loses updates")
+            print_line(
+                f"{name}: the ranks save and end; a second Ctrl-C ends them at once, and loses updates"
+            )
         for child in children:
             child.process.send_signal(signal.SIGKILL if at_once else signum)
 
@@ -205,7 +207,7 @@ def _first_failure(children: Sequence[_Child], watcher: Watcher) -> Exception | 
         ready = wait([child.socket for child in running], timeout=_POLL_SECONDS)
         outcomes = [(child, *child.ended(readable=child.socket in ready)) for child in running]
         failures = [failure for _, _, failure in outcomes if failure is not None]
-        watcher.look(say)
+        watcher.look(print_line)
         if failures:
             error = min(failures, key=lambda failure: failure.order).error
             if isinstance(error, RankFailed) and (lines := watcher.lines()):
@@ -236,7 +238,7 @@ def _wait_for(children: Sequence[_Child], *, seconds: float) -> None:
 
 
 def child_main() -> None:
-    """What a started rank runs: take the job, say why it failed, end when the supervisor does."""
+    """What a started rank runs: take the job, report why it failed, end when the supervisor does."""
     end_with_parent(int(sys.argv[2]))
     supervisor = Connection(int(sys.argv[1]))
 

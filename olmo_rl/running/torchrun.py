@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from olmo_rl.run_directory import EXIT_INTERRUPTED
-from olmo_rl.running.rank_process import handled_signals, leave_terminal, say
+from olmo_rl.running.rank_process import handled_signals, leave_terminal, print_line
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -69,7 +69,7 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
     ranks = _children()
     if not ranks:
         sys.exit(128 + number)
-    say(f"{signal.Signals(number).name}: the ranks save and end")
+    print_line(f"{signal.Signals(number).name}: the ranks save and end")
     for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -27,8 +27,8 @@ from olmo_rl.types import Refusal
 
 # A generated dataset that gives nothing new this many times in a row is exhausted.
 PATIENCE = 20
-# Datasets whose questions have several right answers, or give none. Only here the dataset's own verifier has
-# a say, for full marks: elsewhere such verifiers also give full marks to answers that are merely near.
+# Datasets whose questions have several right answers, or give none. Only here the dataset's own verifier
+# can give full marks: elsewhere such verifiers also give full marks to answers that are merely near.
 SEVERAL_ANSWERS = frozenset(
     {
         "boxnet",

@@ -143,8 +143,8 @@ def check_moments(config: OptimConfig, *, saved: Mapping[str, float | str]) -> N
 def resume_rates(
     optimizer: torch.optim.Optimizer, *, config: OptimConfig, total: int, step: int
 ) -> dict[str, list[Any]]:
-    """Set the learning rate of the update after `step` in every group, and return what the scheduler's state
-    says about groups: rate and schedule of the configuration act on a resumed run.
+    """Set the learning rate of the update after `step` in every group, and return the entries of the
+    scheduler's state for these groups: rate and schedule of the configuration act on a resumed run.
     """
     rate = config.lr * rate_factor(config, total=total)(step)
     for group in optimizer.param_groups:
