@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -56,33 +57,44 @@ def joined(number: int, *, world: int, directory: str) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rank's part of a tensor: where it begins, its shape, and its bytes: a pickled tensor takes long."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    data: bytes
+
+
 def full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the whole tensors, of which each rank has shards. A collective of all ranks: one, where
     `full_tensor` would need two for each tensor. What a rank has of a tensor, it keeps.
     """
-    mine = {name: _piece(tensor) for name, tensor in tensors.items()}
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        return {name: local for name, (_, local) in mine.items()}
-    everyone: list[dict[str, tuple[tuple[int, ...], Tensor]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    everyone: list[dict[str, Piece]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, {name: _piece(tensor) for name, tensor in tensors.items()})
     return {name: _assembled(name, tensor, everyone=everyone) for name, tensor in tensors.items()}
 
 
-def _piece(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """This rank's part of a tensor, and where it begins."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim(), tensor.detach().clone()
-    _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(begin), tensor.to_local().detach().clone()
+def _piece(tensor: Tensor) -> Piece:
+    """This rank's part of a tensor."""
+    begin: Sequence[int] = (0,) * tensor.dim()
+    local = tensor
+    if isinstance(tensor, DTensor):
+        _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local = tensor.to_local()
+    flat = local.detach().contiguous().view(-1).view(torch.uint8)
+    return Piece(tuple(begin), tuple(local.shape), flat.numpy().tobytes())
 
 
-def _assembled(
-    name: str, tensor: Tensor, *, everyone: list[dict[str, tuple[tuple[int, ...], Tensor]]]
-) -> Tensor:
+def _assembled(name: str, tensor: Tensor, *, everyone: list[dict[str, Piece]]) -> Tensor:
     own = dist.get_rank()
     ranks = tensor.device_mesh.mesh.flatten().tolist() if isinstance(tensor, DTensor) else [own]
     whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
     for rank in (*(rank for rank in ranks if rank != own), own):
-        begin, part = everyone[rank][name]
-        whole[tuple(slice(b, b + n) for b, n in zip(begin, part.shape, strict=True))] = part
+        piece = everyone[rank][name]
+        if piece.data:
+            part = torch.frombuffer(bytearray(piece.data), dtype=tensor.dtype).view(piece.shape)
+            whole[tuple(slice(b, b + n) for b, n in zip(piece.begin, piece.shape, strict=True))] = part
     return whole
