@@ -7,7 +7,8 @@
 # The first call makes .venv (two minutes); later ones reuse it until pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
-WORKERS ?= 2
+# Many tests wait for processes: on two cores a third worker finds work.
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin

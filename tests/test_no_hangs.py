@@ -65,11 +65,17 @@ class Strike(Callback):
         (self._directory / "struck").write_text(str(time.time()))
         match self._config.run_name:
             case "killed":
+                self._await_checkpoint()  # written beside training: a kill before its end leaves none
                 os.kill(os.getpid(), signal.SIGKILL)
             case "callback":
                 raise ZeroDivisionError("the first cause")
             case "verifier":
                 os.environ["JUDGES_BADLY"] = "from now on"
+
+    def _await_checkpoint(self) -> None:
+        deadline = time.monotonic() + BOUND_SECONDS
+        while not complete_checkpoints(self._directory) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def run_rank(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -283,8 +284,7 @@ def test_a_stopped_rank_is_named_with_its_place_before_the_job_ends(
 
 
 def fill_the_disk(config: Config) -> None:
-    with Path("/dev/full").open("w") as file:
-        file.write("everything")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), config.run_dir)
 
 
 def test_a_full_disk_is_refused_with_numbers(tmp_path: Path) -> None:
