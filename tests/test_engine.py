@@ -146,6 +146,45 @@ def test_results_do_not_depend_on_order_batch_or_company() -> None:
             assert_equal(generation, together[id])
 
 
+def test_sequences_that_share_prompts_get_what_each_gets_alone() -> None:
+    """Prompts of one to six tokens, of one to four sequences each, some of which end early."""
+    engine = engine_of(decoder_of(dtype=torch.float64), dtype=torch.float64)
+    prompts = [request.tokens for request in requests_of(9)]
+    shared = (0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5, 5, 6)
+    requests = [Request(id=f"s{i}", tokens=prompts[number]) for i, number in enumerate(shared)]
+    together = engine.generate(requests, max_new_tokens=9, stop_token=STOP, seed=4)
+    lengths = [len(g.logprobs) for g in together]
+    assert min(lengths) < 5 < max(lengths) == 9
+    for request, generation in zip(requests, together, strict=True):
+        (alone,) = engine.generate([request], max_new_tokens=9, stop_token=STOP, seed=4)
+        assert_equal(alone, generation)
+    # Two that nobody waits for any more, one of them before its prompt ends, change nothing for the others.
+    gone = {"s2", "s13"}
+    rest = engine.generate(requests, max_new_tokens=9, stop_token=STOP, seed=4, dropped=lambda: gone)
+    for before, after in zip(together, rest, strict=True):
+        if before.id not in gone:
+            assert_equal(before, after)
+
+
+def test_a_prompt_is_read_once_and_the_head_runs_where_a_token_is_drawn() -> None:
+    engine = engine_of(decoder_of())
+    prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 10]]
+    requests = [Request(id=f"p{p}-{i}", tokens=prompt) for p, prompt in enumerate(prompts) for i in range(8)]
+    read: list[int] = []
+    scored: list[int] = []
+    hooks = [
+        engine._model.tok_embeddings.register_forward_hook(lambda m, args, out: read.append(len(out))),
+        engine._model.lm_head.register_forward_hook(lambda m, args, out: scored.append(len(out))),
+    ]
+    engine.generate(requests, max_new_tokens=3, seed=1)
+    for hook in hooks:
+        hook.remove()
+    # The short prompt is alone at position 1, where eight first tokens are drawn from one row of logits; at
+    # position 3 the others are, when its sequences read their second token.
+    assert read == [3, 3, 10, 10, 16, 16]
+    assert scored == [0, 1, 8, 10, 16, 16]
+
+
 def test_the_state_bound_decides_how_many_sequences_decode_together() -> None:
     decoder, requests = decoder_of(), requests_of(12)
     longest = max(len(r.tokens) for r in requests) + 10

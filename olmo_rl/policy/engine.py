@@ -1,9 +1,11 @@
 """The local engine: batched sampling from an unsharded copy of the current weights, with routes and
 log-probs.
 
-All sequences of a batch start at position 0 and advance together, prompt tokens forced: no pads, no masks. A
-sequence of T tokens is read up to its last but one, so that it has exactly T-1 rows of routes. Decoding state
-lives inside one call of `generate`: nothing computed with old weights outlives `publish`.
+All sequences of a batch start at position 0 and advance together, prompt tokens forced: no pads, no masks.
+Sequences with equal prompts share one row of the decoding state until their first tokens are drawn, so that
+each prompt is read once; the head is computed where a token is drawn. A sequence of T tokens is read up to
+its last but one, so that it has exactly T-1 rows of routes. Decoding state lives inside one call of
+`generate`: nothing computed with old weights outlives `publish`.
 
 Reported log-probs are those of the model's own distribution at temperature 1 over the whole vocabulary,
 whatever temperature and top-p chose the token: that is what the trainer scores, so the two can be compared.
@@ -11,13 +13,14 @@ whatever temperature and top-p chose the token: that is what the trainer scores,
 Refused: an empty prompt, a sequence that could exceed `model.max_seq_len`, sampling settings out of range,
 published weights whose names or shapes are not the model's.
 
-Shapes: B sequences of a batch, M the longest possible of them, V vocabulary, L routed layers, K experts per
-token.
+Shapes: B sequences of a batch, S rows of its decoding state, M the longest possible sequence, V vocabulary,
+L routed layers, K experts per token.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -187,16 +190,19 @@ class LocalEngine:
 
     def _decode(self, batch: _Batch, *, dropped: Callable[[], Set[str]] | None) -> None:
         state = self._model.init_state(
-            len(batch.rows), length=batch.longest, device=self._device, dtype=self._dtype
+            batch.state_rows, length=batch.longest, device=self._device, dtype=self._dtype
         )
         for position in range(batch.longest - 1):
-            logits, routes = self._model.step(batch.current(position), position=position, state=state)
+            heads = batch.heads(position)
+            logits, routes = self._model.step(
+                batch.current(position), position=position, state=state, heads=heads
+            )
             batch.advance(logits, routes=routes, position=position)
             if dropped is not None:
                 batch.drop(dropped())
             if batch.open_count == 0:
                 return
-            kept = batch.compact()
+            kept = batch.next_layout(position + 1)
             if kept is not None:
                 state = [{name: x.index_select(0, kept) for name, x in layer.items()} for layer in state]
 
@@ -228,7 +234,7 @@ class LocalEngine:
 
 class _Batch:
     """Sequences that advance together. `rows` int64 are the sequences still in the decoding batch; buffers
-    keep all.
+    keep all. `lanes` int64, as `rows`: the row of the decoding state that each sequence reads from.
     """
 
     def __init__(
@@ -238,7 +244,8 @@ class _Batch:
         self._prompts = torch.tensor([len(request.tokens) for request in requests], device=device)
         self._limits = self._prompts + sampling.max_new_tokens
         self.longest = max(len(request.tokens) for request in requests) + sampling.max_new_tokens
-        self._first = min(len(request.tokens) for request in requests)
+        lengths = [len(request.tokens) for request in requests]
+        self._first, self._last = min(lengths), max(lengths)  # tokens of the shortest and the longest prompt
         tokens = np.zeros((len(requests), self.longest), dtype=np.int64)
         for row, request in zip(tokens, requests, strict=True):
             row[: len(request.tokens)] = request.tokens
@@ -247,43 +254,78 @@ class _Batch:
         self._uniforms = (
             None if sampling.greedy else _uniforms(requests, sampling=sampling, version=version).to(device)
         )
-        self._routes: list[tuple[Tensor, Tensor]] = []
+        self._routes: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, lanes, experts [S, L, K]
         self._lengths = self._limits.clone()
         self._stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
         self.rows = torch.arange(len(requests), device=device)
+        leaders: dict[tuple[int, ...], int] = {}
+        first = [leaders.setdefault(tuple(request.tokens), i) for i, request in enumerate(requests)]
+        counts = Counter(first)
+        # Lengths of the prompts of several sequences: there each sequence gets a row of the state.
+        self._branching = {lengths[leader] for leader, count in counts.items() if count > 1}
+        self._leaders, self.lanes = torch.tensor(first, device=device).unique(return_inverse=True)
         self._open = torch.ones(len(requests), dtype=torch.bool, device=device)
         self.open_count = len(requests)
 
+    @property
+    def state_rows(self) -> int:
+        """Rows of the decoding state."""
+        return len(self._leaders)
+
     def current(self, position: int) -> Tensor:
-        """int64 [rows]: the tokens to read at `position`."""
-        return self._tokens[self.rows, position]
+        """int64 [S]: the tokens to read at `position`."""
+        return self._tokens[self._leaders, position]
+
+    def heads(self, position: int) -> Tensor | None:
+        """int64 [H]: the rows of the state after whose token at `position` one is drawn; None for all."""
+        if position + 1 >= self._last:
+            return None
+        if position + 1 < self._first:
+            return self._leaders[:0]
+        return (self._prompts[self._leaders] <= position + 1).nonzero()[:, 0]
 
     def advance(self, logits: Tensor, *, routes: Tensor | None, position: int) -> None:
-        """Take the logits after `position`: force prompt tokens, draw the others, close what has ended."""
+        """Take the logits [H, V] after `position`: draw tokens where prompts have ended, close what has
+        ended. `routes`: [S, L, K].
+        """
         if routes is not None:
-            self._routes.append((self.rows, routes))
+            self._routes.append((self.rows, self.lanes, routes))
         target = position + 1
         if target < self._first:
             return
-        prompts = self._prompts[self.rows]
-        generating = target >= prompts
+        drawing, of = self._drawing(target)
+        rows = self.rows[drawing]
         uniforms = None
         if self._uniforms is not None:
-            uniforms = self._uniforms[self.rows, (target - prompts).clamp(0, self._uniforms.shape[1] - 1)]
+            drawn = (target - self._prompts[rows]).clamp(max=self._uniforms.shape[1] - 1)
+            uniforms = self._uniforms[rows, drawn]
         logprobs = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-        drawn = choose_tokens(
+        if of is not None:
+            logprobs = logprobs[of]
+        tokens = choose_tokens(
             logprobs, uniforms=uniforms, temperature=self._sampling.temperature, top_p=self._sampling.top_p
         )
-        tokens = torch.where(generating, drawn, self._tokens[self.rows, target])
-        self._tokens[self.rows, target] = tokens
-        self._logprobs[self.rows, target] = logprobs.gather(1, tokens[:, None])[:, 0].float()
-        stopped = torch.zeros_like(generating)
+        self._tokens[rows, target] = tokens
+        self._logprobs[rows, target] = logprobs.gather(1, tokens[:, None])[:, 0].float()
+        is_open = self._open[drawing]
+        stopped = torch.zeros_like(is_open)
         if self._sampling.stop_token is not None:
-            stopped = self._open & generating & (tokens == self._sampling.stop_token)
-        self._lengths[self.rows[stopped]] = target + 1
-        self._stopped[self.rows[stopped]] = True
-        self._open &= ~stopped & (target + 1 < self._limits[self.rows])
+            stopped = is_open & (tokens == self._sampling.stop_token)
+        self._lengths[rows[stopped]] = target + 1
+        self._stopped[rows[stopped]] = True
+        self._open[drawing] = is_open & ~stopped & (target + 1 < self._limits[rows])
         self.open_count = int(self._open.sum())
+
+    def _drawing(self, target: int) -> tuple[Tensor, Tensor | None]:
+        """The sequences that draw a token at `target`, as places in `rows`, and the row of each in the
+        logits; None where that is its own place.
+        """
+        if target >= self._last:
+            alone = self.state_rows == len(self.rows)
+            return torch.arange(len(self.rows), device=self.rows.device), None if alone else self.lanes
+        of_lane = (self._prompts[self._leaders] <= target).cumsum(0) - 1
+        drawing = (self._prompts[self.rows] <= target).nonzero()[:, 0]
+        return drawing, of_lane[self.lanes[drawing]]
 
     def drop(self, ids: Set[str]) -> None:
         """Close the sequences of these requests."""
@@ -292,15 +334,22 @@ class _Batch:
             self._open &= ~torch.tensor(gone, device=self._open.device)
             self.open_count = int(self._open.sum())
 
-    def compact(self) -> Tensor | None:
-        """Drop ended sequences where enough have ended: the positions to keep of the decoding batch, else
-        None.
+    def next_layout(self, position: int) -> Tensor | None:
+        """Give sequences that begin to differ at `position` a row of the state each, and drop ended ones
+        where enough have ended or the state is copied anyway: the rows [S] of the present state that the next
+        one consists of, None where it stays as it is.
         """
-        if self.open_count > (1 - _COMPACT_SHARE) * len(self.rows):
+        full = self.open_count > (1 - _COMPACT_SHARE) * len(self.rows)
+        if full and position not in self._branching:
             return None
         kept = self._open.nonzero()[:, 0]
-        self.rows, self._open = self.rows[kept], self._open[kept]
-        return kept
+        self.rows, lanes, self._open = self.rows[kept], self.lanes[kept], self._open[kept]
+        places = torch.arange(len(kept), device=kept.device)
+        first = places.new_full((self.state_rows,), len(kept)).scatter_reduce(0, lanes, places, "amin")
+        together = position < self._prompts[self.rows]
+        leading, self.lanes = torch.where(together, first[lanes], places).unique(return_inverse=True)
+        self._leaders = self.rows[leading]
+        return lanes[leading]
 
     def results(self, config: ModelConfig, *, version: int) -> list[Generation]:
         """Every sequence cut at its own end."""
@@ -327,12 +376,12 @@ class _Batch:
         dtype = next(
             d for d in (torch.int8, torch.int16, torch.int32) if num_experts - 1 <= torch.iinfo(d).max
         )
-        layers, top_k = self._routes[0][1].shape[1:]
+        layers, top_k = self._routes[0][2].shape[1:]
         out = torch.zeros(
             len(self._requests), len(self._routes), layers, top_k, dtype=dtype, device=self._tokens.device
         )
-        for step, (rows, ids) in enumerate(self._routes):
-            out[rows, step] = ids.to(dtype)
+        for step, (rows, lanes, ids) in enumerate(self._routes):
+            out[rows, step] = ids.to(dtype)[lanes]
         return out.cpu().numpy()
 
 

@@ -263,9 +263,12 @@ class HybridDecoder(nn.Module):
         ]
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, *, position: int, state: list[Any]) -> tuple[Tensor, Tensor | None]:
+    def step(
+        self, tokens: Tensor, *, position: int, state: list[Any], heads: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """One token of every sequence, all at `position`: `tokens` int64 [B] -> logits [B, V] and the experts
-        chosen while it was read, int64 [B, L, K] (None for a dense model). Updates `state`.
+        chosen while it was read, int64 [B, L, K] (None for a dense model). Updates `state`. `heads` int64
+        [H]: the sequences whose logits [H, V] are wanted.
         """
         x = self.tok_embeddings(tokens)
         routes = []
@@ -273,4 +276,5 @@ class HybridDecoder(nn.Module):
             x, ids = block.step(x, position=position, state=block_state)
             if ids is not None:
                 routes.append(ids)
-        return self.lm_head(self.norm(x)), torch.stack(routes, dim=1) if routes else None
+        wanted = x if heads is None else x[heads]
+        return self.lm_head(self.norm(wanted)), torch.stack(routes, dim=1) if routes else None
