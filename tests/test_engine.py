@@ -13,8 +13,9 @@ from engine_cases import score
 from model_cases import context_of, tiny_config
 
 from olmo_rl.config import ModelConfig
-from olmo_rl.policy.engine import Generation, LocalEngine, Request, choose_tokens
+from olmo_rl.policy.engine import Generation, LocalEngine, Request
 from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.sampling import choose_tokens
 from olmo_rl.types import Refusal
 
 CPU = torch.device("cpu")

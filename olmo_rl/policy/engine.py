@@ -19,7 +19,6 @@ L routed layers, K experts per token.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from torch import Tensor
 from olmo_rl.config import ModelConfig
 from olmo_rl.hf.names import refuse_mismatches
 from olmo_rl.policy.hybrid import HybridDecoder
+from olmo_rl.policy.sampling import Sampling, choose_tokens, uniforms_of
 from olmo_rl.types import Refusal
 
 # Sequences that have ended are computed on until they are this share of the batch; dropping them copies the
@@ -62,33 +62,6 @@ class Generation:
     finish_reason: str
     policy_version: int
     token_versions: NDArray[np.int32] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Sampling:
-    """How tokens are chosen."""
-
-    max_new_tokens: int
-    stop_token: int | None
-    temperature: float
-    top_p: float
-    greedy: bool
-    seed: int
-
-    def __post_init__(self) -> None:
-        reasons = []
-        if self.max_new_tokens < 1:
-            reasons.append(f"rollouts.max_new_tokens={self.max_new_tokens}: generate at least one token")
-        if not self.temperature > 0:
-            reasons.append(
-                f"rollouts.temperature={self.temperature} is not positive: ask for greedy decoding instead"
-            )
-        if not 0 < self.top_p <= 1:
-            reasons.append(
-                f"rollouts.top_p={self.top_p} is outside (0, 1]: 1 samples from the whole vocabulary"
-            )
-        if reasons:
-            raise Refusal(reasons)
 
 
 class LocalEngine:
@@ -163,7 +136,7 @@ class LocalEngine:
         token for the ids of requests that nobody waits for any more; their results are meaningless.
         """
         assert self.version is not None, "publish weights before generating"
-        sampling = _Sampling(
+        sampling = Sampling(
             max_new_tokens=max_new_tokens,
             stop_token=stop_token,
             temperature=temperature,
@@ -238,7 +211,7 @@ class _Batch:
     """
 
     def __init__(
-        self, requests: Sequence[Request], *, sampling: _Sampling, version: int, device: torch.device
+        self, requests: Sequence[Request], *, sampling: Sampling, version: int, device: torch.device
     ) -> None:
         self._requests, self._sampling = requests, sampling
         self._prompts = torch.tensor([len(request.tokens) for request in requests], device=device)
@@ -251,9 +224,10 @@ class _Batch:
             row[: len(request.tokens)] = request.tokens
         self._tokens = torch.from_numpy(tokens).to(device)
         self._logprobs = torch.zeros(tokens.shape, dtype=torch.float32, device=device)
-        self._uniforms = (
-            None if sampling.greedy else _uniforms(requests, sampling=sampling, version=version).to(device)
-        )
+        self._uniforms: Tensor | None = None
+        if not sampling.greedy:
+            ids = [request.id for request in requests]
+            self._uniforms = uniforms_of(ids, sampling=sampling, version=version).to(device)
         self._routes: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, lanes, experts [S, L, K]
         self._lengths = self._limits.clone()
         self._stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
@@ -383,33 +357,3 @@ class _Batch:
         for step, (rows, lanes, ids) in enumerate(self._routes):
             out[rows, step] = ids.to(dtype)[lanes]
         return out.cpu().numpy()
-
-
-def choose_tokens(logprobs: Tensor, *, uniforms: Tensor | None, temperature: float, top_p: float) -> Tensor:
-    """int64 [B] from `logprobs` [B, V]: the likeliest where `uniforms` is None, else by inverse distribution
-    function at `uniforms` [B] in [0, 1). top-p keeps the smallest set of likeliest tokens that reaches it,
-    after the temperature.
-    """
-    if uniforms is None:
-        return logprobs.argmax(dim=-1)
-    weights = torch.softmax(logprobs.double() / temperature, dim=-1)
-    order = None
-    if top_p < 1:
-        weights, order = weights.sort(dim=-1, descending=True, stable=True)
-        before = weights.cumsum(dim=-1) - weights
-        weights = weights.masked_fill(before >= top_p, 0.0)
-    reached = weights.cumsum(dim=-1)
-    index = torch.searchsorted(reached, uniforms[:, None] * reached[:, -1:], right=True)
-    index = index.clamp(max=logprobs.shape[-1] - 1)
-    return (index if order is None else order.gather(1, index))[:, 0]
-
-
-def _uniforms(requests: Sequence[Request], *, sampling: _Sampling, version: int) -> Tensor:
-    """float64 [B, max_new_tokens] in [0, 1): one row per request, a function of (seed, version, request
-    id).
-    """
-    out = np.empty((len(requests), sampling.max_new_tokens))
-    for row, request in zip(out, requests, strict=True):
-        digest = hashlib.blake2b(f"{sampling.seed}/{version}/{request.id}".encode(), digest_size=16).digest()
-        np.random.Generator(np.random.PCG64(int.from_bytes(digest))).random(out=row)
-    return torch.from_numpy(out)
