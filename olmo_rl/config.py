@@ -445,6 +445,9 @@ class TaskConfig:
     )
     verifier: dict[str, Any] = key({}, "jsonl: _target_ and arguments; {} = exact match", needs=_JSONL)
     verifiers: dict[str, Any] = key({}, "jsonl: one verifier for each domain of a line", needs=_JSONL)
+    rewards: dict[str, Any] = key(
+        {}, "jsonl: several rewards by name, each _target_, _weight_ and arguments", needs=_JSONL
+    )
     verifier_seconds: float | None = key(
         None, "jsonl: time limit of one judgement, null = none", above=0, needs=_JSONL
     )
@@ -487,6 +490,25 @@ class RolloutsConfig:
     max_new_tokens: int = key(16, "generated: response length limit", min=1, needs=_GENERATES)
     temperature: float = key(1.0, "generated: of sampling", above=0, needs=_GENERATES)
     top_p: float = key(1.0, "generated: of sampling", above=0, max=1, needs=_GENERATES)
+    length_penalty: float = key(
+        0.0,
+        "generated: taken from the reward of a response of max_new_tokens tokens",
+        min=0,
+        needs=_GENERATES,
+    )
+    length_buffer: int | None = key(
+        None,
+        "last tokens of max_new_tokens over which that grows from 0, null = a quarter of them",
+        min=1,
+        needs=(
+            _GENERATES,
+            Needs(
+                lambda c: c.rollouts.length_penalty > 0,
+                "without a length penalty",
+                "set rollouts.length_penalty",
+            ),
+        ),
+    )
     max_attempts: int = key(
         4,
         "generated: rounds to fill one collection",

@@ -10,7 +10,7 @@ rows and the last token's row is synthetic (see `planning.loads.tail_routes`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -52,8 +52,8 @@ class RankFailed(RuntimeError):
 
 
 class Kind(Enum):
-    """The type of one field of a sample. The last four are arrays; all of these but `routes` are per-token
-    lists. Shapes: T tokens, L layers, K experts per token.
+    """The type of one field of a sample. Tokens, masks, log-probs and routes are arrays; all of these but
+    `routes` are per-token lists. Shapes: T tokens, L layers, K experts per token.
     """
 
     name = "non-empty text"
@@ -65,6 +65,7 @@ class Kind(Enum):
     mask = "bool [T]"
     logprobs = "float32 [T]"
     routes = "integers [T-1, L, K]"
+    parts = "number or null by name"
 
     @property
     def per_token(self) -> bool:
@@ -104,7 +105,8 @@ class Sample:
     `response_mask`: the tokens that the policy generated; `loss_mask`: the subset that is trained (None = all
     of it). Log-probs are defined where `response_mask` is true. The layer axis of `routes` is in the order of
     `ExpertLayout.routed_layers`. `policy_version` counts the optimizer steps behind the sample's oldest
-    token. `has_placeholders`: some tokens stand for an image or audio, so padding never repeats them.
+    token. `reward_parts`: the parts of the reward, where it has several, before weights; a part that does not
+    judge is None. `has_placeholders`: some tokens stand for an image or audio, so padding never repeats them.
     """
 
     id: str = field(metadata=_stored(Kind.name, column="sample_id", required=True))
@@ -122,6 +124,7 @@ class Sample:
     prompt: str | None = field(default=None, metadata=_stored(Kind.text))
     response: str | None = field(default=None, metadata=_stored(Kind.text))
     has_placeholders: bool = field(default=False, metadata=_stored(Kind.flag))
+    reward_parts: Mapping[str, float | None] | None = field(default=None, metadata=_computed(Kind.parts))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -23,9 +23,10 @@ from bounds import BOUND_SECONDS
 from math_cases import ANSWERS
 
 from olmo_rl.config import OnVerifierFailure, TaskConfig, TaskKind
-from olmo_rl.tasks.judging import MATH, build_judge, math_answer
+from olmo_rl.tasks.judging import Judge, build_judge, math_answer
 from olmo_rl.tasks.kinds import build_task
 from olmo_rl.tasks.problems import is_held_out
+from olmo_rl.tasks.rewards import MATH
 from olmo_rl.types import Refusal
 
 HERE = __name__
@@ -104,6 +105,12 @@ def config(**settings: Any) -> TaskConfig:
     return TaskConfig(kind=TaskKind.jsonl, path="problems.jsonl", **settings)
 
 
+def judged(judge: Judge, response: str, *, answer: str, domain: str | None, problem: str) -> float:
+    given = {"answer": answer, "domain": domain, "prompt": "a prompt"}
+    (verdict,) = judge.judge(given, [response], problem=problem)
+    return verdict.reward
+
+
 def test_each_domain_has_its_verifier_and_others_the_default() -> None:
     judge = build_judge(
         config(
@@ -112,11 +119,11 @@ def test_each_domain_has_its_verifier_and_others_the_default() -> None:
         )
     )
     verdicts = [
-        judge.judge("abc", answer="de", domain=domain, problem="p")
+        judged(judge, "abc", answer="de", domain=domain, problem="p")
         for domain in (None, "math", "quiz", "poetry")
     ]
     assert verdicts == [5.0, 32.0, 0.0, 5.0]
-    assert judge.judge(" de ", answer="de", domain="quiz", problem="p") == 1.0
+    assert judged(judge, " de ", answer="de", domain="quiz", problem="p") == 1.0
 
 
 def test_a_line_names_its_domain(tmp_path: Path) -> None:
@@ -143,7 +150,7 @@ def test_a_failure_is_counted_and_is_a_zero_only_where_that_was_asked_for(
     choice: OnVerifierFailure, verdict: float
 ) -> None:
     judge = build_judge(config(verifier={"_target_": f"{HERE}.failing"}, on_verifier_failure=choice))
-    value = judge.judge("a", answer="b", domain=None, problem="p")
+    value = judged(judge, "a", answer="b", domain=None, problem="p")
     assert value == verdict or (math.isnan(value) and math.isnan(verdict))
     assert judge.counts == {"verifier_failures": 1}
 
@@ -152,7 +159,7 @@ def test_a_failure_is_counted_and_is_a_zero_only_where_that_was_asked_for(
     ("verifier", "response", "reason"),
     [
         ("failing", "a", "KeyError: 'a/b'"),
-        ("returning", "None", "it returned None: return a finite number"),
+        ("returning", "[1.0]", r"it returned \[1.0\]: return a finite number"),
         ("returning", "'1'", "it returned '1': return a finite number"),
         ("returning", "float('inf')", "it returned inf: return a finite number"),
         ("returning", "10**400", "OverflowError: int too large to convert to float"),
@@ -164,9 +171,9 @@ def test_by_default_a_verifier_that_gives_no_verdict_is_refused_by_problem(
 ) -> None:
     settings: dict[str, Any] = {"verifier": {"_target_": f"{HERE}.{verifier}"}}
     with pytest.raises(Refusal, match=f"on a response to p.jsonl, line 7: {reason}"):
-        build_judge(config(**settings)).judge(response, answer="b", domain=None, problem="p.jsonl, line 7")
+        judged(build_judge(config(**settings)), response, answer="b", domain=None, problem="p.jsonl, line 7")
     lenient = build_judge(config(**settings, on_verifier_failure=OnVerifierFailure.zero))
-    assert lenient.judge(response, answer="b", domain=None, problem="p") == 0.0
+    assert judged(lenient, response, answer="b", domain=None, problem="p") == 0.0
     assert lenient.counts == {"verifier_failures": 1}
 
 
@@ -175,7 +182,7 @@ def test_by_default_a_verifier_that_gives_no_verdict_is_refused_by_problem(
 )
 def test_every_kind_of_real_number_is_a_verdict(response: str) -> None:
     judge = build_judge(config(verifier={"_target_": f"{HERE}.returning"}))
-    assert judge.judge(response, answer="b", domain=None, problem="p") == 1.0
+    assert judged(judge, response, answer="b", domain=None, problem="p") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -191,7 +198,7 @@ def test_a_verifier_that_dies_or_sleeps_in_its_process_is_refused_by_problem(
     judge = build_judge(config(verifier={"_target_": f"{HERE}.dying"}, verifier_seconds=0.5))
     try:
         with pytest.raises(Refusal, match=f"on a response to line 7: (it )?{reason}"):
-            judge.judge(response, answer="", domain=None, problem="line 7")
+            judged(judge, response, answer="", domain=None, problem="line 7")
     finally:
         judge.close()
 
@@ -205,9 +212,9 @@ def test_a_slow_import_does_not_count_against_the_limit_also_in_a_process_after_
         )
     )
     try:
-        assert judge.judge("0", answer="0", domain=None, problem="p") == 1.0
-        assert math.isnan(judge.judge("3600", answer="0", domain=None, problem="p"))
-        assert judge.judge("0", answer="0", domain=None, problem="p") == 1.0
+        assert judged(judge, "0", answer="0", domain=None, problem="p") == 1.0
+        assert math.isnan(judged(judge, "3600", answer="0", domain=None, problem="p"))
+        assert judged(judge, "0", answer="0", domain=None, problem="p") == 1.0
     finally:
         judge.close()
     assert judge.counts == {"verifier_timeouts": 1}
@@ -230,8 +237,8 @@ def test_failures_that_no_process_can_hand_on_are_reported_alike_with_and_withou
     try:
         for _ in range(2):
             with pytest.raises(Refusal, match=f"on a response to line 7: {reason}"):
-                judge.judge(response, answer="a", domain=None, problem="line 7")
-        assert judge.judge("right", answer="a", domain=None, problem="line 7") == 1.0
+                judged(judge, response, answer="a", domain=None, problem="line 7")
+        assert judged(judge, "right", answer="a", domain=None, problem="line 7") == 1.0
     finally:
         judge.close()
     assert judge.counts == {"verifier_failures": 2}
@@ -242,10 +249,10 @@ def test_a_process_that_ends_without_an_error_is_noticed_at_once_and_replaced() 
     judge = build_judge(config(verifier={"_target_": f"{HERE}.strange"}, **settings))
     begun = time.monotonic()
     try:
-        assert math.isnan(judge.judge("exit", answer="exit", domain=None, problem="p"))
-        assert math.isnan(judge.judge("exit", answer="a", domain=None, problem="p"))
-        assert judge.judge("fork", answer="a", domain=None, problem="p") == 1.0
-        assert judge.judge("right", answer="a", domain=None, problem="p") == 1.0
+        assert math.isnan(judged(judge, "exit", answer="exit", domain=None, problem="p"))
+        assert math.isnan(judged(judge, "exit", answer="a", domain=None, problem="p"))
+        assert judged(judge, "fork", answer="a", domain=None, problem="p") == 1.0
+        assert judged(judge, "right", answer="a", domain=None, problem="p") == 1.0
     finally:
         judge.close()
     assert time.monotonic() - begun < 600
@@ -261,8 +268,8 @@ def test_the_long_wait_for_a_first_call_is_granted_to_a_verifier_once(
     begun = time.monotonic()
     try:
         for _ in range(4):
-            assert math.isnan(judge.judge("3600", answer="3600", domain=None, problem="p"))
-        assert judge.judge("0", answer="3600", domain=None, problem="p") == 3.0
+            assert math.isnan(judged(judge, "3600", answer="3600", domain=None, problem="p"))
+        assert judged(judge, "0", answer="3600", domain=None, problem="p") == 3.0
     finally:
         judge.close()
     assert judge.counts == {"verifier_timeouts": 4}
@@ -295,10 +302,10 @@ def test_a_task_starts_its_verifiers_before_anything_is_judged_within_a_deadline
 def test_a_verifier_is_warm_after_the_start_of_its_judge() -> None:
     judge = build_judge(config(verifier={"_target_": f"{HERE}.importing"}, verifier_seconds=1.0))
     try:
-        judge.start([(None, "0")], seconds=300.0)
+        judge.start([{"answer": "0"}], seconds=300.0)
         assert judge._process.runs
         assert len(judge._warm) == 1
-        assert judge.judge("0", answer="0", domain=None, problem="p") == 1.0
+        assert judged(judge, "0", answer="0", domain=None, problem="p") == 1.0
     finally:
         judge.close()
 
@@ -306,11 +313,11 @@ def test_a_verifier_is_warm_after_the_start_of_its_judge() -> None:
 def test_signals_to_the_job_leave_the_judgement_to_the_process_that_waits_for_it() -> None:
     judge = build_judge(config(verifier={"_target_": f"{HERE}.slow"}, verifier_seconds=60.0))
     try:
-        assert judge.judge("0", answer="0", domain=None, problem="p") == 3.0
+        assert judged(judge, "0", answer="0", domain=None, problem="p") == 3.0
         (process,) = multiprocessing.active_children()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             os.kill(process.pid or 0, number)
-        assert judge.judge("0.5", answer="0", domain=None, problem="p") == 3.0
+        assert judged(judge, "0.5", answer="0", domain=None, problem="p") == 3.0
     finally:
         judge.close()
 
@@ -352,7 +359,7 @@ def test_programs_that_a_verifier_starts_end_with_its_process(tmp_path: Path, re
         )
     )
     try:
-        judge.judge(response, answer=str(tmp_path / "pid"), domain=None, problem="p")
+        judged(judge, response, answer=str(tmp_path / "pid"), domain=None, problem="p")
     finally:
         judge.close()
     assert ends(int((tmp_path / "pid").read_text()))
@@ -361,7 +368,7 @@ def test_programs_that_a_verifier_starts_end_with_its_process(tmp_path: Path, re
 def judge_until_killed(directory: str) -> None:
     """A rank that is killed while its verifier works."""
     judge = build_judge(config(verifier={"_target_": f"{HERE}.starting"}, verifier_seconds=600.0))
-    judge.judge("3600", answer=str(Path(directory) / "pid"), domain=None, problem="p")
+    judged(judge, "3600", answer=str(Path(directory) / "pid"), domain=None, problem="p")
 
 
 def test_programs_that_a_verifier_started_end_with_a_rank_that_is_killed(tmp_path: Path) -> None:
@@ -385,12 +392,12 @@ def test_a_verifier_that_does_not_return_is_ended_and_the_next_response_is_judge
         )
     )
     try:
-        assert judge.judge("0", answer="0", domain=None, problem="p") == 3.0
+        assert judged(judge, "0", answer="0", domain=None, problem="p") == 3.0
         judge.seconds = 0.5
-        assert math.isnan(judge.judge("3600", answer="", domain=None, problem="p"))
+        assert math.isnan(judged(judge, "3600", answer="", domain=None, problem="p"))
         judge.seconds = 30.0
-        assert judge.judge("0", answer="0", domain=None, problem="p") == 3.0
-        assert math.isnan(judge.judge("not a number", answer="", domain=None, problem="p"))
+        assert judged(judge, "0", answer="0", domain=None, problem="p") == 3.0
+        assert math.isnan(judged(judge, "not a number", answer="", domain=None, problem="p"))
     finally:
         judge.close()
     assert judge.counts == {"verifier_timeouts": 1, "verifier_failures": 1}
@@ -418,8 +425,12 @@ def test_mathematical_answers_are_equal_by_value_not_by_text(
     response: str, answer: str, worth: float
 ) -> None:
     assert (
-        build_judge(config(verifier={"_target_": MATH})).judge(
-            response, answer=answer, domain=None, problem="p"
+        judged(
+            build_judge(config(verifier={"_target_": MATH})),
+            response,
+            answer=answer,
+            domain=None,
+            problem="p",
         )
         == worth
     )

@@ -100,6 +100,11 @@ EXAMPLES = {
     "the file with prompts and": "task=jsonl",
     "bytes have no chat template": "task.chat=true",
     "a verifier without _target_": "task=jsonl task.path=problems.jsonl +task.verifier.target=f",
+    "task.rewards is the whole reward,": (
+        "task=jsonl task.path=problems.jsonl +task.verifier._target_=a.f +task.rewards.b._target_=a.g"
+    ),
+    "a name that is no word,": "task=jsonl task.path=problems.jsonl +task.rewards.mean._target_=a.g",
+    "the length penalty would begin": "rollouts.length_penalty=1 rollouts.length_buffer=17",
     "the run directory would not": "run_name=../elsewhere",
     "the run directory holds an": "run_dir={run}",
     "the run directory holds no": "ckpt_path=last run_dir={run}",

@@ -31,6 +31,7 @@ def value_of(entry: SampleField) -> Any:
         Kind.integer: 7,
         Kind.number: -0.75,
         Kind.flag: not entry.default,
+        Kind.parts: {"letters": 0.5, "length_penalty": None},
         Kind.tokens: np.array([3, 1, 4, 1, 5], dtype=np.int32),
         Kind.logprobs: np.array([-0.5, -0.25, -0.125, -1, -2], dtype=np.float32),
         Kind.routes: np.array(
@@ -98,7 +99,7 @@ def test_no_field_of_a_sample_is_lost_on_the_way(tmp_path: Path, name: str) -> N
 
 
 def test_files_store_all_fields_but_those_that_a_run_computes() -> None:
-    assert {entry.name for entry in FIELDS if not entry.stored} == {"advantage"}
+    assert {entry.name for entry in FIELDS if not entry.stored} == {"advantage", "reward_parts"}
     assert [entry.column for entry in COLUMNS if entry.required] == [
         "sample_id",
         "group_id",

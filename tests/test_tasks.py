@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from olmo_rl.config import TaskConfig, TaskKind
 from olmo_rl.data.tokenizers import ByteTokenizer, load_tokenizer
 from olmo_rl.tasks.gym import SEVERAL_ANSWERS
-from olmo_rl.tasks.judging import resolve_verifier
 from olmo_rl.tasks.kinds import build_task
 from olmo_rl.tasks.problems import Problem, is_held_out
+from olmo_rl.tasks.rewards import resolve_reward
 from olmo_rl.types import Refusal
 from olmo_rl.user_code import load
 
@@ -364,7 +364,7 @@ def test_a_module_that_fails_or_ends_at_its_import_is_refused_with_the_line(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ending_early", raising=False)
     with pytest.raises(Refusal, match=message):
-        resolve_verifier({"_target_": "ending_early.judge"}, key="task.verifier")
+        resolve_reward({"_target_": "ending_early.judge"}, key="task.verifier")
     sys.modules.pop("ending_early", None)
     if "builtin" not in message:
         with pytest.raises(Refusal, match=message):

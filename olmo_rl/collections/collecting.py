@@ -21,6 +21,7 @@ from olmo_rl.collections.planner import StepPlanner
 from olmo_rl.collections.sources import RolloutSource
 from olmo_rl.config import Config
 from olmo_rl.data.advantages import assign_advantages, can_train, filter_samples
+from olmo_rl.data.means import Mean
 from olmo_rl.planning.packing import cut_into_steps
 from olmo_rl.types import Collection, Refusal, Sample
 
@@ -184,6 +185,7 @@ def _describe(samples: Sequence[Sample]) -> dict[str, float]:
     return (
         known
         | _of_groups(samples)
+        | _describe_parts(samples)
         | {
             "rollouts/response_tokens": float(np.mean(lengths)),
             "rollouts/response_tokens_p95": float(np.percentile(lengths, 95, method="higher")),
@@ -209,3 +211,16 @@ def _of_groups(samples: Sequence[Sample]) -> dict[str, float]:
         "reward/worst_of_group": float(np.mean([worst for _, worst in found])),
         "reward/constant_groups": float(np.mean([best == worst for best, worst in found])),
     }
+
+
+def _describe_parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean of every part of a reward over the samples that it judged, and how many it did not judge."""
+    found: dict[str, float] = {}
+    parts = [sample.reward_parts for sample in samples if sample.reward_parts is not None]
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part.get(name) for part in parts]
+        mean = Mean.of(value for value in values if value is not None)
+        if mean.value is not None:
+            found[f"reward/{name}"] = mean.value
+        found[f"reward/{name}_unjudged"] = float(len(samples) - mean.count)
+    return found

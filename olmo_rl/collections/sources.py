@@ -29,6 +29,8 @@ from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import Counts, RemoteEngine
 from olmo_rl.tasks.order import PromptOrder, Taken
 from olmo_rl.tasks.problems import Problem
+from olmo_rl.tasks.rewards import Judged
+from olmo_rl.tasks.shaping import shaped
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Collection, Sample, Sampling
@@ -157,11 +159,11 @@ class GeneratingSource:
         """This rank's samples with their rewards, and its counts."""
         answers = asked.answers()
         before = self._task.counts
-        samples = [
-            self._sample(group, id=id, problem=problem, generation=generation)
-            for (group, id, problem), generation in zip(asked.mine, answers, strict=True)
-            if generation is not None
-        ]
+        groups: dict[str, list[tuple[str, Problem, Generation]]] = {}
+        for (group, id, problem), generation in zip(asked.mine, answers, strict=True):
+            if generation is not None:
+                groups.setdefault(group, []).append((id, problem, generation))
+        samples = [sample for group, answered in groups.items() for sample in self._samples(group, answered)]
         counted = {
             f"rollouts/{name}": float(count - before[name]) for name, count in self._task.counts.items()
         }
@@ -197,7 +199,7 @@ class GeneratingSource:
         for number, problem in enumerate(taken.problems):
             group = f"c{index}-a{attempt}-p{number}"
             requests += [(group, f"{group}-s{i}", problem) for i in range(rollouts.group_size)]
-        mine = requests[self._strategy.global_rank :: self._strategy.world_size]
+        mine = self._share(requests)
         prompts = [Request(id=id, tokens=self._tokenizer.encode(problem.prompt)) for _, id, problem in mine]
         settings: dict[str, Any] = {
             "max_new_tokens": rollouts.max_new_tokens,
@@ -229,6 +231,12 @@ class GeneratingSource:
             overlong=taken.overlong,
         )
 
+    def _share(self, requests: list[tuple[str, str, Problem]]) -> list[tuple[str, str, Problem]]:
+        """This rank's requests: every n-th one, or those of every n-th group where groups are judged."""
+        size = self._config.rollouts.group_size if self._task.judges_groups else 1
+        rank, ranks = self._strategy.global_rank, self._strategy.world_size
+        return [request for i, request in enumerate(requests) if i // size % ranks == rank]
+
     def _take(self, groups: int) -> Taken:
         """The next problems, chosen by rank 0. A collective of all ranks."""
         found = self._strategy.from_rank_zero(lambda: outcome(lambda: self._order.take(groups)))
@@ -247,24 +255,47 @@ class GeneratingSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._order.load_state_dict(state)
 
-    def _sample(self, group: str, *, id: str, problem: Problem, generation: Generation) -> Sample:
+    def _samples(self, group: str, answered: Sequence[tuple[str, Problem, Generation]]) -> list[Sample]:
+        """The samples of those answers to one prompt that this rank has."""
+        responses = [response_text(generation, tokenizer=self._tokenizer) for _, _, generation in answered]
+        verdicts = self._task.judge(answered[0][1], responses)
+        return [
+            self._sample(
+                group, id=id, problem=problem, generation=generation, response=response, verdict=verdict
+            )
+            for (id, problem, generation), response, verdict in zip(
+                answered, responses, verdicts, strict=True
+            )
+        ]
+
+    def _sample(
+        self,
+        group: str,
+        *,
+        id: str,
+        problem: Problem,
+        generation: Generation,
+        response: str,
+        verdict: Judged,
+    ) -> Sample:
         prompt = len(generation.tokens) - len(generation.logprobs)
-        response = response_text(generation, tokenizer=self._tokenizer)
         mask = np.arange(len(generation.tokens)) >= prompt
         logprobs = np.zeros(len(generation.tokens), dtype=np.float32)
         logprobs[prompt:] = generation.logprobs
+        judged = shaped(verdict, tokens=len(generation.logprobs), rollouts=self._config.rollouts)
         return Sample(
             id=id,
             group=group,
             tokens=np.asarray(generation.tokens, dtype=np.int32),
             response_mask=mask,
             behavior_logprobs=logprobs,
-            reward=self._task.reward(problem, response),
+            reward=judged.reward,
             policy_version=generation.policy_version,
             routes=generation.routes,
             finish_reason=generation.finish_reason,
             prompt=problem.prompt,
             response=response,
+            reward_parts=judged.parts or None,
         )
 
 

@@ -90,7 +90,7 @@ class Inputs:
         if config.path is None:
             return None
         path = Path(config.path)
-        problems = read_problems(path)
+        problems = read_problems(path, answers=not config.rewards)
         if self._keeps(path.stat().st_size + _ROW_BYTES * len(problems)):
             self.problems = problems
         return problems

@@ -112,6 +112,11 @@ def _uncontained(run_name: str) -> bool:
     return not run_name or path.is_absolute() or ".." in path.parts
 
 
+_TAKEN = (  # names behind `reward/`
+    *("mean", "std", "best_of_group", "worst_of_group", "constant_groups", "kl"),
+    *("verifier", "length_penalty"),
+)
+
 LOSS = (
     Rule(
         keys="loss.kl_coef recipe",
@@ -151,6 +156,28 @@ TASK = (
         refuses="a verifier without _target_",
         fix="give the function's import path: +task.verifier._target_=package.function",
         when=lambda c: bool(c.task.verifier) and "_target_" not in c.task.verifier,
+    ),
+    Rule(
+        keys="task.verifier task.verifiers task.rewards",
+        refuses="task.rewards is the whole reward, other verifiers would judge nothing",
+        fix="move them into task.rewards, each with a name, or drop it",
+        when=lambda c: bool(c.task.rewards) and bool(c.task.verifier or c.task.verifiers),
+    ),
+    Rule(
+        keys="task.rewards",
+        refuses=f"a name that is no word, or that a metric of the reward has: {', '.join(_TAKEN)}",
+        fix="rename this reward",
+        when=lambda c: any(not str(n).isidentifier() or n in _TAKEN for n in c.task.rewards),
+    ),
+    Rule(
+        keys="rollouts.length_buffer rollouts.max_new_tokens",
+        refuses="the length penalty would begin before the response",
+        fix="choose rollouts.length_buffer up to rollouts.max_new_tokens",
+        when=lambda c: (
+            c.generates
+            and c.rollouts.length_buffer is not None
+            and c.rollouts.length_buffer > c.rollouts.max_new_tokens
+        ),
     ),
 )
 

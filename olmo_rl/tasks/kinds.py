@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from olmo_rl.config import TaskConfig, TaskKind
 from olmo_rl.data.json_lines import parse_line, text_fault
-from olmo_rl.tasks.judging import build_judge, exact
+from olmo_rl.tasks.judging import build_judge
 from olmo_rl.tasks.math_answers import reference_fault
 from olmo_rl.tasks.problems import (
     HELD_OUT_SEED,
@@ -29,6 +30,7 @@ from olmo_rl.tasks.problems import (
     refuse_unknown,
     take_held_out,
 )
+from olmo_rl.tasks.rewards import Judged, exact
 from olmo_rl.types import Refusal
 
 MAX_DIGITS = 6
@@ -124,8 +126,9 @@ def _sum(a: int, b: int) -> Problem:
 
 class JsonlTask:
     """Prompts and answers from a file of lines {"prompt": text, "answer": text}, maybe with a "domain"; other
-    keys are left alone, blank lines passed over. One prompt in `HELD_OUT_EVERY` is held out. `task.verifiers`
-    judges responses by domain, `task.verifier` all others.
+    names are columns for reward functions, blank lines are passed over. One prompt in `HELD_OUT_EVERY` is
+    held out. `task.verifiers` judges responses by domain, `task.verifier` all others; `task.rewards` judges
+    all, by several functions.
     """
 
     def __init__(self, config: TaskConfig, *, seed: int, problems: Sequence[Problem] | None = None) -> None:
@@ -134,8 +137,11 @@ class JsonlTask:
         self._seed = seed
         self._path = config.path
         self._judge = build_judge(config)
-        problems = read_problems(Path(config.path)) if problems is None else problems
+        self._system = config.system if config.chat else None
+        if problems is None:
+            problems = read_problems(Path(config.path), answers=not config.rewards)
         _refuse_unused(list(config.verifiers), problems=problems, path=config.path)
+        self._refuse_missing(problems)
         self._training = [problem for problem in problems if not is_held_out(problem.prompt)]
         self._reserved = list({p.prompt: p for p in problems if is_held_out(p.prompt)}.values())
 
@@ -155,19 +161,53 @@ class JsonlTask:
         return take_held_out(self._reserved, count=count, where=f"task.path={self._path}")
 
     def reward(self, problem: Problem, response: str) -> float:
-        return self._judge.judge(
-            response, answer=problem.answer, domain=problem.domain, problem=self._where(problem)
-        )
+        return self.judge(problem, [response])[0].reward
+
+    def judge(self, problem: Problem, responses: Sequence[str]) -> list[Judged]:
+        return self._judge.judge(self._given(problem), responses, problem=self._where(problem))
+
+    @property
+    def judges_groups(self) -> bool:
+        return self._judge.judges_groups
+
+    def _given(self, problem: Problem) -> dict[str, Any]:
+        """What reward functions may ask for. Columns are the row's own, but for these names."""
+        prompt = problem.row.get("prompt", problem.prompt)
+        turns = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return {
+            "messages": [*turns, {"role": "user", "content": prompt}],
+            **problem.row,
+            "prompt": prompt,
+            "answer": problem.reference,
+            "domain": problem.domain,
+        }
+
+    def _refuse_missing(self, problems: Sequence[Problem]) -> None:
+        """Every function must find what it asks for, in every row that it judges."""
+        reasons: list[str] = []
+        for problem in problems:
+            given = self._given(problem)
+            if problem.reference is None:
+                del given["answer"]
+            for reward in self._judge.rewards(problem.domain).values():
+                if missing := reward.missing(given):
+                    columns = ", ".join(sorted(set(given) | {"response", "responses"}))
+                    reasons.append(
+                        f"{self._where(problem)}: no {missing[0]!r}, which {reward.where} asks for; there "
+                        f"are {columns}"
+                    )
+        if reasons:
+            raise Refusal(reasons[:_REPORTED])
 
     def start(self, *, seconds: float) -> None:
-        by_domain = {problem.domain: problem.answer for problem in self._training}
-        self._judge.start(list(by_domain.items()), seconds=seconds)
+        by_domain = {problem.domain: self._given(problem) for problem in self._training}
+        self._judge.start(list(by_domain.values()), seconds=seconds)
 
     def check_references(self) -> tuple[str, ...]:
         """Judge every reference as a response to its own problem, for `REFERENCE_SECONDS` at most. Our own
         verifiers must give it 1; those of users must give a verdict.
         """
-        problems = [*self._training, *self._reserved]
+        problems = [p for p in (*self._training, *self._reserved) if p.reference is not None]
         ends = time.monotonic() + REFERENCE_SECONDS
         faults: list[str] = []
         worthless = unknown = judged = 0
@@ -188,16 +228,16 @@ class JsonlTask:
             self._judge.counts.clear()
         if faults:
             raise Refusal(faults)
-        remarks = []
+        remarks, key = [], "task.rewards" if self._judge.named else "task.verifier"
         if judged < len(problems):
             remarks.append(
-                f"task.verifier judged {judged} of {len(problems)} references in {REFERENCE_SECONDS:g} s: "
+                f"{key} judged {judged} of {len(problems)} references in {REFERENCE_SECONDS:g} s: "
                 "the rest is unchecked"
             )
         if worthless:
-            remarks.append(f"task.verifier gives 0 to {worthless} of {judged} references as responses")
+            remarks.append(f"{key} gives 0 to {worthless} of {judged} references as responses")
         if unknown:
-            remarks.append(f"task.verifier cannot judge {unknown} of {judged} references as responses")
+            remarks.append(f"{key} cannot judge {unknown} of {judged} references as responses")
         return tuple(remarks)
 
     def _judged_reference(self, problem: Problem) -> float:
@@ -232,8 +272,10 @@ def _refuse_unused(domains: list[str], *, problems: Sequence[Problem], path: str
         raise Refusal(reasons)
 
 
-def read_problems(path: Path) -> list[Problem]:
-    """The problems of a file of lines, in their order. Raises Refusal with every line at fault."""
+def read_problems(path: Path, *, answers: bool) -> list[Problem]:
+    """The problems of a file of lines, in their order; `answers`: each must have one. Raises Refusal with
+    every line at fault.
+    """
     if not path.is_file():
         raise Refusal(f"task.path={path}: no such file")
     problems: list[Problem] = []
@@ -247,13 +289,13 @@ def read_problems(path: Path) -> list[Problem]:
         except Refusal as refusal:
             faults.extend(refusal.reasons)
             continue
-        fault = _row_fault(row)
+        fault = _row_fault(row, answers=answers)
         if fault is not None:
             faults.append(f"{where}: {fault}")
             continue
         assert isinstance(row, dict), "else it is at fault"
-        id, domain = f"line-{number}", row.get("domain")
-        problems.append(Problem(id=id, prompt=row["prompt"], reference=row["answer"], domain=domain))
+        id, domain, answer = f"line-{number}", row.get("domain"), row.get("answer")
+        problems.append(Problem(id=id, prompt=row["prompt"], reference=answer, domain=domain, row=row))
     if not problems and not faults:
         faults = [f"{path}: no problem in it"]
     if faults:
@@ -261,10 +303,12 @@ def read_problems(path: Path) -> list[Problem]:
     return problems
 
 
-def _row_fault(row: object) -> str | None:
+def _row_fault(row: object, *, answers: bool) -> str | None:
     if not isinstance(row, dict):
         return 'not an object: write {"prompt": ..., "answer": ...}'
     for key in ("prompt", "answer"):
+        if key == "answer" and not answers and row.get(key) is None:
+            continue
         if not isinstance(row.get(key), str):
             return f"{key!r} is {'missing' if key not in row else 'not text: quote it'}"
         if (fault := text_fault(row[key])) is not None:

@@ -13,12 +13,13 @@ import difflib
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from olmo_rl.data.tokenizers import Tokenizer
+from olmo_rl.tasks.rewards import Judged
 from olmo_rl.types import Refusal
 
 # One problem in so many is held out where problems can be distinguished by a hash.
@@ -32,7 +33,7 @@ HELD_OUT_SEED = 1_000_003
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """A prompt and its reference answer, None where the dataset gives none. `domain` selects the verifier;
-    the dataset verifies responses with `entry`.
+    the dataset verifies responses with `entry`. `row`: what the data say beside it, by column.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Problem:
     reference: str | None
     domain: str | None = None
     entry: Mapping[str, Any] | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def answer(self) -> str:
@@ -80,7 +82,16 @@ class Task(Protocol):
         ...
 
     def reward(self, problem: Problem, response: str) -> float:
-        """The reward of a response: finite, or NaN where the verifier cannot judge."""
+        """The reward of one response: finite, or NaN where the verifier cannot judge."""
+        ...
+
+    def judge(self, problem: Problem, responses: Sequence[str]) -> list[Judged]:
+        """The verdicts on responses to one prompt."""
+        ...
+
+    @property
+    def judges_groups(self) -> bool:
+        """Whether verdicts need all responses to one prompt, so that one rank has to have them."""
         ...
 
     def start(self, *, seconds: float) -> None:
@@ -94,6 +105,16 @@ class Task(Protocol):
 
 class MadeOnDemand:
     """Defaults of tasks that draw their problems and judge them without code of users."""
+
+    def reward(self, problem: Problem, response: str) -> float:
+        raise NotImplementedError
+
+    def judge(self, problem: Problem, responses: Sequence[str]) -> list[Judged]:
+        return [Judged(reward=self.reward(problem, response)) for response in responses]
+
+    @property
+    def judges_groups(self) -> bool:
+        return False
 
     def start(self, *, seconds: float) -> None:
         pass

@@ -18,6 +18,7 @@ from olmo_rl.data.chat import user_prompt
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.tasks.kinds import build_task
 from olmo_rl.tasks.problems import Problem, Task, demonstration
+from olmo_rl.tasks.rewards import Judged
 from olmo_rl.types import Refusal
 
 
@@ -46,6 +47,13 @@ class ChatTask:
 
     def reward(self, problem: Problem, response: str) -> float:
         return self._task.reward(problem, response)
+
+    def judge(self, problem: Problem, responses: Sequence[str]) -> list[Judged]:
+        return self._task.judge(problem, responses)
+
+    @property
+    def judges_groups(self) -> bool:
+        return self._task.judges_groups
 
     def start(self, *, seconds: float) -> None:
         self._task.start(seconds=seconds)
@@ -86,6 +94,13 @@ class FittingTask:
 
     def reward(self, problem: Problem, response: str) -> float:
         return self._task.reward(problem, response)
+
+    def judge(self, problem: Problem, responses: Sequence[str]) -> list[Judged]:
+        return self._task.judge(problem, responses)
+
+    @property
+    def judges_groups(self) -> bool:
+        return self._task.judges_groups
 
     def start(self, *, seconds: float) -> None:
         self._task.start(seconds=seconds)

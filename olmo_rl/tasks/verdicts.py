@@ -14,32 +14,45 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from olmo_rl.data.validation import LARGEST_REWARD
 from olmo_rl.types import Interrupted
 
-Verifier = Callable[[str, str], Any]
+Verifier = Callable[..., Any]
 _POLL = 0.05  # seconds between looks at whether the process still runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """A finite reward, or NaN where the verifier cannot judge; `fault`: why there is no verdict."""
+class Call:
+    """Arguments of one call of a verifier, plain values. `count`: values that it must return in a sequence,
+    None where it returns one.
+    """
 
-    reward: float = math.nan
+    positional: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+    count: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Finite rewards of the responses of a call, NaN where the verifier does not judge; `fault`: why there is
+    no verdict.
+    """
+
+    rewards: tuple[float, ...] = ()
     fault: str | None = None
     timed_out: bool = False
 
 
-def verdict_of(verify: Verifier, response: str, answer: str) -> Verdict:
+def verdict_of(verify: Verifier, call: Call) -> Verdict:
     """Call the verifier. Raises what ends this process (an interruption), never what the verifier raises."""
     try:
-        return _checked(verify(response, answer))
+        return _checked(verify(*call.positional, **call.named), count=call.count)
     except (Interrupted, KeyboardInterrupt):
         raise
     except SystemExit as end:
@@ -49,16 +62,29 @@ def verdict_of(verify: Verifier, response: str, answer: str) -> Verdict:
         return Verdict(fault=f"{type(failure).__name__}: {first}")
 
 
-def _checked(value: object) -> Verdict:
-    """A verifier's value as a reward; a fault, or OverflowError, for anything else."""
-    if type(value).__name__ in ("bool", "bool_"):  # NumPy's is no Real
-        return Verdict(reward=float(bool(value)))
-    if not isinstance(value, numbers.Real) or abs(float(value)) > LARGEST_REWARD:
+def _checked(value: object, *, count: int | None) -> Verdict:
+    """A verifier's value as rewards; a fault, or OverflowError, for anything else."""
+    if count is None:
+        values: Sequence[object] = (value,)
+    else:
+        listed = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(listed, list | tuple) or len(listed) != count:
+            return Verdict(
+                fault=f"it returned {value!r:.200}: return a list of {count} numbers, one for each response"
+            )
+        values = listed
+    if odd := [one for one in values if not _is_reward(one)]:
         return Verdict(
-            fault=f"it returned {value!r:.200}: return a finite number within {LARGEST_REWARD:g}, or NaN "
+            fault=f"it returned {odd[0]!r:.200}: return a finite number within {LARGEST_REWARD:g}, or None "
             "where the response cannot be judged"
         )
-    return Verdict(reward=float(value))
+    return Verdict(rewards=tuple(math.nan if one is None else float(cast(Any, one)) for one in values))
+
+
+def _is_reward(value: object) -> bool:
+    if value is None or type(value).__name__ in ("bool", "bool_"):  # NumPy's is no Real
+        return True
+    return isinstance(value, numbers.Real) and not abs(float(value)) > LARGEST_REWARD
 
 
 def _message(failure: BaseException) -> str:
@@ -84,7 +110,7 @@ class VerifierProcess:
     def runs(self) -> bool:
         return self._process is not None
 
-    def call(self, verify: Verifier, response: str, answer: str, *, start: float, seconds: float) -> Verdict:
+    def call(self, verify: Verifier, call: Call, *, start: float, seconds: float) -> Verdict:
         """The verdict within `seconds`, after `start` seconds at most for the process to come up, and as many
         for it to import the verifier.
         """
@@ -96,7 +122,7 @@ class VerifierProcess:
             if (ready := self._answer(verify, seconds=start)).fault is not None:
                 return ready
             self._known[id(verify)] = len(self._known)
-        return self._answer((self._known[id(verify)], response, answer), seconds=seconds)
+        return self._answer((self._known[id(verify)], call), seconds=seconds)
 
     def close(self) -> None:
         """End the process and whatever it started."""
@@ -182,11 +208,11 @@ def _end_group_with(owned: Connection) -> NoReturn:
 
 
 def _answered(message: bytes, known: list[Verifier]) -> Verdict:
-    """A verifier to keep, or a call of one: (its place, response, answer)."""
+    """A verifier to keep, or a call of one: (its place, call)."""
     try:
         read = pickle.loads(message)
         if isinstance(read, tuple):
-            return verdict_of(known[read[0]], *read[1:])
+            return verdict_of(known[read[0]], read[1])
         known.append(read)
     except BaseException as failure:  # of an import, or of a verifier; nobody interrupts this process
         return Verdict(fault=f"{type(failure).__name__}: {_message(failure)}")
