@@ -189,6 +189,12 @@ class LossKind(Choice):
     cispo = "cispo"
 
 
+class AdvantageKind(Choice):
+    group = "group", "reward minus the mean of its group, over its deviation"
+    rloo = "rloo", "reward minus the mean of the others of its group"
+    batch = "batch", "reward minus the mean of the whole collection, over its deviation"
+
+
 class WeightLevel(Choice):
     token = "token", "one weight a token"
     sequence = "sequence", "the product over the response"
@@ -330,6 +336,11 @@ _IMPORTS = Needs(
     "use rollouts=files rollouts.path for files of olmo_rl",
 )
 _KL = Needs(lambda c: c.loss.kl_coef != 0, "with loss.kl_coef=0", "set loss.kl_coef")
+_REFERENCE = Needs(
+    lambda c: c.needs_reference,
+    "with loss.kl_coef=0 and loss.kl_reward_coef=0",
+    "set one of them",
+)
 _TIS = Needs(
     lambda c: c.loss.tis_low is not None or c.loss.tis_high is not None,
     "without clips of the importance weight",
@@ -828,9 +839,22 @@ class LossConfig:
     kl: KlEstimator = key(KlEstimator.k3, "estimator of the KL divergence from the reference", needs=_KL)
     kl_coef: float = key(0.0, "weight of that divergence", min=0)
     reference: str | None = key(
-        None, "frozen weights, read like init_from; null = those the run starts from", needs=_KL
+        None, "frozen weights, read like init_from; null = those the run starts from", needs=_REFERENCE
     )
-    normalize_advantages: bool = key(True, "divide by the group's standard deviation")
+    kl_reward_coef: float = key(
+        0.0, "weight of log-prob minus reference log-prob, summed over a response, in its reward", min=0
+    )
+    advantage: AdvantageKind = key(AdvantageKind.group, "how rewards become advantages")
+    normalize_advantages: bool = key(
+        True,
+        "divide by the group's standard deviation",
+        needs=Needs(
+            lambda c: c.loss.advantage is AdvantageKind.group,
+            "without loss.advantage=group",
+            "choose loss.advantage=group",
+        ),
+    )
+    truncated_votes: bool = key(True, "responses cut at the length limit count in baselines")
     on_nonfinite: OnNonfinite = key(OnNonfinite.abort, "a loss or gradient that is not finite")
     router_aux_weight: float = key(0.0, "weight of the router balancing loss", min=0, needs=_ROUTERS)
     router_z_weight: float = key(0.0, "weight of the router z-loss", min=0, needs=_ROUTERS)
@@ -1226,6 +1250,11 @@ class Config:
         """Whether the task's answers are trained on."""
         supervised = self.recipe is Recipe.sft and self.sft.path is None
         return self.warm_start.steps > 0 or supervised
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether training compares the policy with a reference."""
+        return self.loss.kl_coef != 0 or self.loss.kl_reward_coef != 0
 
     def scores_separately(self, *, steps_in_collection: int) -> bool:
         """Whether an update needs a scoring pass of its own: asked for, with a reference, or because after

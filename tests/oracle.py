@@ -175,3 +175,31 @@ def group_advantages(rewards: list[float], groups: list[str], *, normalize: bool
         deviation = math.sqrt(sum((r - mean) ** 2 for r in peers) / len(peers))
         result.append((reward - mean) / (deviation if normalize else 1.0))
     return result
+
+
+def rloo_advantages(
+    rewards: list[float], groups: list[str], *, votes: list[bool] | None = None
+) -> list[float]:
+    """Reward minus the mean of all other voters of the group; NaN rewards get 0 and do not vote."""
+    voting = [True] * len(rewards) if votes is None else votes
+    result = []
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        others = [
+            rewards[j]
+            for j in range(len(rewards))
+            if j != i and groups[j] == group and voting[j] and not math.isnan(rewards[j])
+        ]
+        known = not math.isnan(reward) and bool(others)
+        result.append(reward - math.fsum(others) / len(others) if known else 0.0)
+    return result
+
+
+def batch_advantages(rewards: list[float], *, votes: list[bool] | None = None) -> list[float]:
+    """Reward minus the mean of all voters over their population deviation, two passes."""
+    voting = [True] * len(rewards) if votes is None else votes
+    voters = [r for r, votes_too in zip(rewards, voting, strict=True) if votes_too and not math.isnan(r)]
+    if len(set(voters)) < 2:
+        return [0.0] * len(rewards)
+    mean = math.fsum(voters) / len(voters)
+    deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in voters) / len(voters))
+    return [0.0 if math.isnan(r) else (r - mean) / deviation for r in rewards]

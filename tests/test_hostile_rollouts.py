@@ -31,6 +31,7 @@ from test_importers import (
     tokens_of,
 )
 
+from olmo_rl.config import LossConfig
 from olmo_rl.data.advantages import assign_advantages
 from olmo_rl.data.files import read_collection, write_collection
 from olmo_rl.rollouts.importers import ForeignSample
@@ -104,12 +105,12 @@ def test_rewards_whose_squares_overflow_are_refused_and_tiny_differences_are_non
     assert "reward is 1e+200: advantages of such rewards overflow float32" in refusal(path)
     assert "reward is -1e+31: " in refusal(write_lines(tmp_path / "f.jsonl", row(reward=-1e31)))
     tiny = [replace(make_sample(i, length=4), group="g", reward=(i + 1) * 1e-200) for i in range(2)]
-    assign_advantages(tiny, normalize=True)
+    assign_advantages(tiny, config=LossConfig(normalize_advantages=True))
     assert [sample.advantage for sample in tiny] == [0.0, 0.0]
     large = [replace(make_sample(i, length=4), group="g", reward=(-1) ** i * 1e30) for i in range(2)]
-    assign_advantages(large, normalize=True)
+    assign_advantages(large, config=LossConfig(normalize_advantages=True))
     assert [sample.advantage for sample in large] == [1.0, -1.0]
-    assign_advantages(large, normalize=False)
+    assign_advantages(large, config=LossConfig(normalize_advantages=False))
     assert np.isfinite(np.float32([1e6 * (sample.advantage or 0) for sample in large])).all()
 
 

@@ -169,6 +169,33 @@ def test_the_gradient_is_the_oracles_with_a_reference_that_never_replays(tmp_pat
         assert largest_difference(run.recorder.gradients[update], want) < 1e-11
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_rewards_count_the_divergence_that_the_oracle_finds(tmp_path: Path, recorded: bool) -> None:
+    """Two updates: the reference stays the initial weights, its routes are live, and files may carry it."""
+    collections = files(2) if recorded else unreferenced(2)
+    config = run_of(tmp_path / "run", collections, steps=2, loss=LossConfig(kl_reward_coef=0.25))
+    run = fit(config, double=True, callbacks=[] if recorded else [Double()])
+    for update, samples in enumerate(collections):
+        frozen = initial().double()
+        documents = documents_of(samples, policy=frozen, reference=frozen)
+        divergences = [
+            sum(
+                document.behavior[t]
+                - (document.reference[t] if sample.ref_logprobs is None else float(sample.ref_logprobs[t]))
+                for t in document.scored()
+            )
+            for document, sample in zip(documents, samples, strict=True)
+        ]
+        rewards = [s.reward - 0.25 * d for s, d in zip(samples, divergences, strict=True)]
+        expected = group_advantages(rewards, [s.group for s in samples], normalize=True)
+        found = {sample.id: sample.advantage for sample in run.recorder.batches[update].samples}
+        assert [found[sample.id] for sample in samples] == pytest.approx(expected, abs=1e-5)
+        row = run.rows[update]
+        assert row["reward/kl"] == pytest.approx(sum(divergences) / len(samples), abs=1e-5)
+        assert row["reward/mean"] == pytest.approx(sum(s.reward for s in samples) / len(samples))
+        assert "loss/kl" not in run.events("optimizer")[update]["terms"]
+
+
 def test_a_resumed_run_has_the_reference_of_its_start_and_not_the_weights_it_resumes(
     straight: Run, tmp_path: Path
 ) -> None:

@@ -11,10 +11,11 @@ step before it updated the policy; an update that is skipped makes its samples y
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from olmo_rl.collections.load_counting import LoadCounts
 from olmo_rl.collections.planner import StepPlanner
@@ -41,9 +42,16 @@ class Drawn:
 
 
 def draw_collection(
-    config: Config, *, source: RolloutSource, planner: StepPlanner, index: int, version: int | None
+    config: Config,
+    *,
+    source: RolloutSource,
+    planner: StepPlanner,
+    index: int,
+    version: int | None,
+    divergences: Callable[[Sequence[Sample]], NDArray[np.float64]] | None = None,
 ) -> Drawn | None:
     """Draw rounds until the collection is full or attempts end; None where the source is exhausted.
+    `divergences`: of all samples from the reference policy, where rewards count them.
 
     `version` is the policy's, for a source that generates: samples that are too old already are replaced.
     """
@@ -74,7 +82,11 @@ def draw_collection(
         kept += survivors
         drawn += collection.samples
         found = {key: found.get(key, 0) + count for key, count in taken.items()}
+    apart = None if divergences is None else divergences(drawn)
+    found |= assign_advantages(drawn, config=config.loss, divergences=apart)
     facts = {f"batch/{key}": float(count) for key, count in found.items()}
+    if apart is not None and len(apart):
+        facts["reward/kl"] = float(apart.mean())
     facts |= asked | latest | _describe(drawn)
     facts |= {"rollouts/rounds": float(rounds), "rollouts/samples": float(len(drawn))}
     return Drawn(
@@ -102,8 +114,8 @@ def samples_per_collection(config: Config, *, generates: bool) -> int:
 def _filter(
     collection: Collection, *, config: Config, version: int | None
 ) -> tuple[list[Sample], dict[str, int]]:
-    """Advantages by group id, then the configured filters: over-age, zero variance, truncated."""
-    counts = dict(assign_advantages(collection.samples, normalize=config.loss.normalize_advantages))
+    """The configured filters: over-age, zero variance, truncated."""
+    counts: dict[str, int] = {}
     samples, max_lag = collection.samples, config.rollouts.max_lag
     if max_lag is not None and version is not None:
         young = [sample for sample in samples if sample.policy_version >= version - max_lag]

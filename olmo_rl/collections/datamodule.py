@@ -13,24 +13,27 @@ on policy cannot be ahead of the weights that it generates with.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
+import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_only
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from olmo_rl.collections.collecting import Drawn, cut, draw_collection
 from olmo_rl.collections.open_collection import OpenCollection
 from olmo_rl.collections.pending import Pending
 from olmo_rl.collections.planner import StepPlanner
+from olmo_rl.collections.reward_divergence import divergences_of
 from olmo_rl.collections.sources import RolloutSource
 from olmo_rl.collections.step_loader import StepLoader
 from olmo_rl.config import Config
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Refusal
+from olmo_rl.types import Refusal, Sample
 
 
 class RolloutDataModule(LightningDataModule):
@@ -134,7 +137,22 @@ class RolloutDataModule(LightningDataModule):
     def _draw(self, index: int) -> Drawn | None:
         version = self.policy_version if self.source.generates else None
         return draw_collection(
-            self.config, source=self.source, planner=self.planner, index=index, version=version
+            self.config,
+            source=self.source,
+            planner=self.planner,
+            index=index,
+            version=version,
+            divergences=self._divergences if self._takes_divergence else None,
+        )
+
+    @property
+    def _takes_divergence(self) -> bool:
+        """Whether rewards count the divergence from the reference: in training alone."""
+        return self.config.loss.kl_reward_coef != 0 and cast(Any, self.trainer).training
+
+    def _divergences(self, samples: Sequence[Sample]) -> NDArray[np.float64]:
+        return divergences_of(
+            samples, config=self.config, reference=self.policy.reference, strategy=self.strategy
         )
 
     def _cut(self, drawn: Drawn, *, version: int) -> OpenCollection:
@@ -192,7 +210,9 @@ class RolloutDataModule(LightningDataModule):
         steps = cast(Any, self.trainer).max_steps
         assert self._reader is not None
         wanted = steps in (-1, None) or self.policy_version + sum(opened.trains) < steps
-        if self.source.generates or not (self.planner.searches and self.config.balance.overlap) or not wanted:
+        overlaps = self.planner.searches and self.config.balance.overlap
+        # A reference is asked on the main thread alone: that is a collective.
+        if self.source.generates or not overlaps or not wanted or self._takes_divergence:
             return
         index = self.collections_drawn
 

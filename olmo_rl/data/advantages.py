@@ -1,9 +1,9 @@
-"""Rewards -> advantages by group id, and which samples train. NumPy only.
+"""Rewards -> advantages, and which samples train. NumPy only.
 
-Owns group statistics, the opt-in filters and the question whether a step can train at all. Nothing is left
-out without a count. Groups are made by equality of `Sample.group` alone: order, prompts and the spelling of
-ids do not matter. Refuses nothing: a reward that is not finite means that judging failed, and such a sample
-is never trained.
+Owns baselines and who votes in them (`assign_advantages`), the opt-in filters and the question whether a step
+can train at all. Nothing is left out without a count. Groups are made by equality of `Sample.group` alone:
+order, prompts and the spelling of ids do not matter. Refuses nothing: a reward that is not finite means that
+judging failed, and such a sample is never trained.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from olmo_rl.config import BatchConfig, Filter
+from olmo_rl.config import AdvantageKind, BatchConfig, Filter, LossConfig
 from olmo_rl.types import Sample
 
 # Rewards of a group that differ by no more than this share of the largest magnitude are equal: rounding in a
@@ -25,36 +25,51 @@ EQUAL_SHARE = 1e-9
 _LEAST_SPREAD = 1e-100  # squares of smaller differences underflow, and dividing by their root overflows
 
 
-def assign_advantages(samples: Sequence[Sample], *, normalize: bool) -> dict[str, int]:
-    """Set `advantage` of every sample from the rewards of its group; returns counts.
+def assign_advantages(
+    samples: Sequence[Sample], *, config: LossConfig, divergences: NDArray[np.float64] | None = None
+) -> dict[str, int]:
+    """Set `advantage` of every sample from the rewards of all samples; returns counts. `samples`: everything
+    that was drawn for one collection, before any filter.
 
-    A = (reward - mean of the group) / population standard deviation of the group (arXiv 2402.03300, outcome
-    supervision); `normalize=False` leaves the division out (Dr.GRPO, arXiv 2503.20783). A group whose rewards
-    are all equal, or a group of one, gets exactly 0. A sample whose reward is not finite takes no part in the
-    statistics, gets 0 and a loss mask of all false. Statistics are over the samples present, however many the
-    group once had.
+    `divergences` [samples], in nats: log-probs under the behaviour minus those under the reference policy,
+    summed over a response; `loss.kl_reward_coef` times it is taken from the reward. What remains becomes an
+    advantage by `loss.advantage` (`_group`, `_leave_one_out`, `_batch`).
+
+    Who votes in a baseline, and in a deviation: every sample that was judged, whatever filter, mask or age
+    bound takes it afterwards, and however many members its group once had. A sample whose reward is not
+    finite, because a verifier failed or cannot judge, does not vote: it gets 0 and a loss mask of all false.
+    With `loss.truncated_votes=false` responses cut at the length limit do not vote either; they still get an
+    advantage from the votes of others.
 
     Counts: `groups`; `constant_groups` (equal rewards, groups of one included); `single_groups`;
     `failed_rewards` (samples).
     """
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     judged = np.isfinite(rewards)
+    if divergences is not None:
+        rewards = rewards - config.kl_reward_coef * divergences
+    cut = np.array([sample.finish_reason == "length" for sample in samples], dtype=np.bool_)
+    votes = judged if config.truncated_votes else judged & ~cut
     counts = {"groups": 0, "constant_groups": 0, "single_groups": 0, "failed_rewards": int((~judged).sum())}
+    advantages = np.zeros(len(samples), dtype=np.float64)
     for positions in _groups(samples).values():
         usable = positions[judged[positions]]
-        values = rewards[usable]
-        constant = _all_equal(values)
-        centred = np.zeros_like(values) if constant else values - values.mean()
-        scale = values.std() if normalize and not constant else 1.0
-        for position, advantage in zip(usable.tolist(), (centred / scale).tolist(), strict=True):
-            samples[position].advantage = advantage
+        values, voting = rewards[usable], votes[usable]
+        if config.advantage is AdvantageKind.group:
+            advantages[usable] = _group(values, voting, normalize=config.normalize_advantages)
+        elif config.advantage is AdvantageKind.rloo:
+            advantages[usable] = _leave_one_out(values, voting)
         counts["groups"] += 1
-        counts["constant_groups"] += constant
+        counts["constant_groups"] += _all_equal(values)
         counts["single_groups"] += len(positions) == 1
+    if config.advantage is AdvantageKind.batch:
+        advantages[judged] = _batch(rewards[judged], votes[judged])
+    for position, advantage in enumerate(advantages.tolist()):
+        samples[position].advantage = advantage
     for position in np.flatnonzero(~judged).tolist():
-        samples[position].advantage = 0.0
         samples[position].loss_mask = np.zeros(len(samples[position]), dtype=np.bool_)
-    if counts["groups"] > 0 and counts["single_groups"] == counts["groups"]:
+    alone = counts["groups"] > 0 and counts["single_groups"] == counts["groups"]
+    if alone and config.advantage is not AdvantageKind.batch:
         warnings.warn(
             f"all {counts['groups']} groups hold one sample, so every advantage is 0 and nothing is learned "
             "from rewards: give the responses of one prompt the same group_id, or raise rollouts.group_size",
@@ -63,13 +78,48 @@ def assign_advantages(samples: Sequence[Sample], *, normalize: bool) -> dict[str
     return counts
 
 
+def _group(values: NDArray[np.float64], votes: NDArray[np.bool_], *, normalize: bool) -> NDArray[np.float64]:
+    """A = (reward - mean of the group) / population standard deviation of the group (arXiv 2402.03300,
+    outcome supervision); `normalize=False` leaves the division out (Dr.GRPO, arXiv 2503.20783). Exactly 0 in
+    a group whose votes are all equal, or one.
+    """
+    voting = values[votes]
+    if _all_equal(voting):
+        return np.zeros_like(values)
+    scale = voting.std() if normalize else 1.0
+    centred: NDArray[np.float64] = (values - voting.mean()) / scale
+    return centred
+
+
+def _leave_one_out(values: NDArray[np.float64], votes: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """A = reward - mean of the other votes of the group (RLOO, arXiv 2402.14740). Exactly 0 in a group whose
+    rewards are all equal, and where nobody else votes.
+    """
+    others = votes.sum() - votes
+    if _all_equal(values):
+        return np.zeros_like(values)
+    sums = values[votes].sum() - np.where(votes, values, 0.0)
+    return np.where(others > 0, values - sums / np.maximum(others, 1), 0.0)
+
+
+def _batch(values: NDArray[np.float64], votes: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """A = (reward - mean of all votes) / population standard deviation of all votes, over the whole
+    collection (REINFORCE++, arXiv 2501.03262). Exactly 0 where the votes are all equal.
+    """
+    voting = values[votes]
+    if _all_equal(voting):
+        return np.zeros_like(values)
+    centred: NDArray[np.float64] = (values - voting.mean()) / voting.std()
+    return centred
+
+
 def filter_samples(samples: Sequence[Sample], *, config: BatchConfig) -> tuple[list[Sample], dict[str, int]]:
     """The samples that pass the filters, in order, and how many each filter removed.
 
     `filter_zero_variance` takes all samples of groups whose rewards are all equal, `filter_truncated`
     responses with `finish_reason` "length"; a sample that both would take counts as zero variance. What is
-    taken is left out (`drop`) or kept with a loss mask of all false (`mask`). Call it after
-    `assign_advantages`: a truncated response still counts in its group's statistics.
+    taken is left out (`drop`) or kept with a loss mask of all false (`mask`). What is filtered has a vote
+    (`assign_advantages`).
     """
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     flat = np.zeros(len(samples), dtype=np.bool_)

@@ -154,7 +154,7 @@ def read_for(config: Config, *, path: Path) -> Collection:
     )
     if config.recipe is not Recipe.score:
         check_sampling(collection)
-    if config.loss.kl_coef != 0:
+    if config.needs_reference:
         _check_reference(collection, config=config, path=path)
     return collection
 

@@ -59,7 +59,7 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
             updates = findings.collect(partial(_plan, collection, config=config)) or 0
             findings.updates += updates
             findings.most_updates = max(findings.most_updates, updates)
-    if config.recipe is not Recipe.plan and config.loss.kl_coef != 0 and len(findings.references) > 1:
+    if config.recipe is not Recipe.plan and config.needs_reference and len(findings.references) > 1:
         findings.reasons.append(
             f"{findings.references[True]} carries ref_logprobs, {findings.references[False]} does not: "
             f"loss.kl_coef={config.loss.kl_coef} would mix both. Record them in all files, or in none"
@@ -206,7 +206,7 @@ def _plan(collection: Collection, *, config: Config) -> int:
     that does not fit is named.
     """
     topology, where = Topology(config.world_size, config.ep_degree), collection.source
-    assign_advantages(collection.samples, normalize=config.loss.normalize_advantages)
+    assign_advantages(collection.samples, config=config.loss)
     samples, _ = filter_samples(collection.samples, config=config.batch)
     size, count = config.batch.samples_per_step, len(samples)
     if size is None and count < len(collection.samples):

@@ -116,7 +116,7 @@ def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Li
         Line(name="gradients", bytes=held * master, how=f"the same in {word}"),
         Line(name="adam", bytes=2 * held * master, how=f"two moments in {word}"),
     ]
-    if config.loss.kl_coef > 0:
+    if config.needs_reference:
         lines.append(Line(name="reference", bytes=held * master, how="frozen, sharded like the policy"))
     sharded = world > 1 or config.policy.dtype is Dtype.bfloat16
     if sharded:

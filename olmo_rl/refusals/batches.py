@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from olmo_rl.config import AuxGrouping, Config, PauseMode, PublicationKind, Recipe, ScheduleKind, Source
+from olmo_rl.config import (
+    AdvantageKind,
+    AuxGrouping,
+    Config,
+    PauseMode,
+    PublicationKind,
+    Recipe,
+    ScheduleKind,
+    Source,
+)
 from olmo_rl.refusals.rule import Rule, changed, undivided
 
 
@@ -80,8 +89,13 @@ BATCH = (
     Rule(
         keys="rollouts.group_size",
         refuses="a group of one sample has advantage 0, nothing would be learnt",
-        fix="give at least 2",
-        when=lambda c: c.generates and c.rollouts.group_size == 1 and c.recipe is not Recipe.sft,
+        fix="give at least 2, or choose loss.advantage=batch",
+        when=lambda c: (
+            c.generates
+            and c.rollouts.group_size == 1
+            and c.recipe is not Recipe.sft
+            and c.loss.advantage is not AdvantageKind.batch
+        ),
     ),
     Rule(
         keys="rollouts.group_size trainer.devices trainer.num_nodes batch.filter",

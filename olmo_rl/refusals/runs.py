@@ -119,10 +119,10 @@ _TAKEN = (  # names behind `reward/`
 
 LOSS = (
     Rule(
-        keys="loss.kl_coef recipe",
+        keys="loss.kl_coef loss.kl_reward_coef recipe",
         refuses="supervised updates have no KL term",
-        fix="leave loss.kl_coef=0",
-        when=lambda c: c.loss.kl_coef != 0 and c.recipe is Recipe.sft,
+        fix="leave loss.kl_coef=0 and loss.kl_reward_coef=0",
+        when=lambda c: c.needs_reference and c.recipe is Recipe.sft,
     ),
     Rule(
         keys="loss.tis_low loss.tis_high",

@@ -66,7 +66,7 @@ def build_reference(
     `build` makes a sharded decoder with the weights at a path, None: initial ones. `recorded`: whether files
     carry its log-probs, None: the first one shows it. A collective of all ranks.
     """
-    if config.loss.kl_coef == 0:
+    if not config.needs_reference:
         return None
     if not config.generates and (carries_reference(config) if recorded is None else recorded):
         return None
@@ -90,9 +90,10 @@ def _source(config: Config) -> str | None:
     fault = checkpoint_fault(kept)
     if fault is not None:
         raise Refusal(
-            f"loss.kl_coef={config.loss.kl_coef} ckpt_path={config.ckpt_path}: {kept} does not hold the "
+            f"loss.kl_coef={config.loss.kl_coef} loss.kl_reward_coef={config.loss.kl_reward_coef} "
+            f"ckpt_path={config.ckpt_path}: {kept} does not hold the "
             f"weights that this run started from, {fault}: name the reference with loss.reference, or set "
-            "loss.kl_coef=0"
+            "both to 0"
         )
     return str(kept)
 
