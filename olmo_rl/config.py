@@ -36,6 +36,7 @@ Recipe = Enum(
         "sft": "sft",
         "rollout": "rollout",
         "score": "score",
+        "evaluate": "evaluate",
         "plan": "plan",
         "validate": "validate",
         "check": "check",
@@ -64,6 +65,10 @@ RECIPES: dict[Recipe, RecipeEntry] = {
     ),
     Recipe.score: RecipeEntry(
         entry="recipes.score:score", doc="log-probs of recorded samples", ranks=True, reads=True
+    ),
+    Recipe.evaluate: RecipeEntry(
+        entry="recipes.evaluate:run",
+        doc="held-out problems answered by given weights or by serving engines: rewards and pass@k",
     ),
     Recipe.plan: RecipeEntry(
         entry="recipes.plan:run",
@@ -470,6 +475,39 @@ class TaskConfig:
     )
     eval_problems: int = key(200, "held-out problems, never trained on", min=0)
     eval_interval: int = key(50, "updates between evaluations, 0 = none", min=0)
+
+
+_SAMPLES = Needs(
+    lambda c: c.evaluation.samples > 1,
+    "with one response to each problem",
+    "set evaluation.samples",
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluationConfig:
+    """How held-out problems are asked, in training and by recipe=evaluate."""
+
+    sets: dict[str, Any] = key(
+        {}, "further held-out sets by name: path, or other keys of task, and a number of problems"
+    )
+    samples: int = key(1, "responses to each problem", min=1)
+    temperature: float = key(0.0, "of sampling, 0 = greedy", min=0)
+    top_p: float = key(
+        1.0,
+        "of sampling",
+        above=0,
+        max=1,
+        needs=Needs(
+            lambda c: c.evaluation.temperature > 0, "with greedy answers", "set evaluation.temperature"
+        ),
+    )
+    pass_at: list[int] = key([], "each k of pass@k, up to samples", needs=_SAMPLES)
+    solved_from: float = key(
+        1.0,
+        "least reward of a response that solves its problem",
+        needs=Needs(lambda c: bool(c.evaluation.pass_at), "without pass@k", "set evaluation.pass_at"),
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1167,6 +1205,7 @@ class Config:
     run_dir: str = key("", "follows from the run's name, never set by hand")
     model: ModelConfig = section(ModelConfig)
     task: TaskConfig = section(TaskConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
     rollouts: RolloutsConfig = section(RolloutsConfig)
     batch: BatchConfig = section(BatchConfig)
     packing: PackingConfig = section(PackingConfig)

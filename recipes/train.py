@@ -58,7 +58,7 @@ def train(config: Config, *, inputs: Inputs | None = None, watchers: Sequence[Ca
     evaluation: Evaluation | None = None
     if parts is not None:
         module.publish = parts.publish
-        if config.task.eval_problems > 0:
+        if config.task.eval_problems > 0 or config.evaluation.sets:
             evaluation = Evaluation(config, parts=parts, contract=contract)
     kept = [] if config.callbacks.samples == 0 else [SampleFiles(config, tokenizer=_tokenizer(config, parts))]
     try:

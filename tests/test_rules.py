@@ -103,6 +103,15 @@ EXAMPLES = {
     "task.rewards is the whole reward,": (
         "task=jsonl task.path=problems.jsonl +task.verifier._target_=a.f +task.rewards.b._target_=a.g"
     ),
+    "greedy responses to one problem": "evaluation.samples=2",
+    "pass@k needs at least k": "evaluation.samples=2 evaluation.temperature=1 evaluation.pass_at=[3]",
+    "a set whose name is": "+evaluation.sets.task.path=p.jsonl",
+    "nothing is held out to": "recipe=evaluate init_from=weights task.eval_problems=0",
+    "weights to evaluate are not": "recipe=evaluate",
+    "serving engines are asked as": (
+        "recipe=evaluate init_from=weights rollouts=vllm rollouts.urls=[http://host:1]"
+    ),
+    "recorded responses are not evaluated,": "recipe=evaluate rollouts=files rollouts.path=r",
     "a name that is no word,": "task=jsonl task.path=problems.jsonl +task.rewards.mean._target_=a.g",
     "the length penalty would begin": "rollouts.length_penalty=1 rollouts.length_buffer=17",
     "the run directory would not": "run_name=../elsewhere",

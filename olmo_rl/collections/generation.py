@@ -10,6 +10,7 @@ from torch import nn
 from olmo_rl.config import Config, Source
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.policy.engine import LocalEngine
+from olmo_rl.policy.weights import read_weights
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.tasks.problems import Problem, Task
 from olmo_rl.tasks.prompting import task_of
@@ -40,6 +41,28 @@ def build_local(config: Config, *, problems: Sequence[Problem] | None = None) ->
         engine=engine,
         publish=LocalPublication(engine),
     )
+
+
+def build_alone(config: Config) -> RolloutParts:
+    """The parts of a process of its own: an engine with the weights of `init_from`, or a client of serving
+    engines as they are.
+    """
+    if config.asks_engines:
+        remote = RemoteEngine(config.rollouts, axis=None, vocab_size=config.model.vocab_size)  # no routes
+        tokenizer = fitting_tokenizer(config.model)
+        task = _started(config, tokenizer=tokenizer, problems=None)
+        return RolloutParts(
+            task=task, tokenizer=tokenizer, engine=remote, publish=_unpublished, close=remote.close
+        )
+    assert config.init_from is not None, "refusals require init_from without serving engines"
+    parts = build_local(config)
+    assert isinstance(parts.engine, LocalEngine)
+    parts.engine.publish(read_weights(config.init_from), 0)
+    return parts
+
+
+def _unpublished(policy: nn.Module, version: int) -> dict[str, float]:
+    raise AssertionError("nothing is published to engines that are asked as they are")
 
 
 def build_parts(

@@ -25,6 +25,7 @@ from olmo_rl.data.inputs import KEPT_BYTES
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.hf.agreement import directory_reasons, format_of
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
+from olmo_rl.tasks.held_out import held_out_sets
 from olmo_rl.tasks.judging import build_judge
 from olmo_rl.tasks.kinds import build_task
 from olmo_rl.tasks.problems import Problem, demonstration
@@ -34,7 +35,7 @@ from olmo_rl.types import Collection, Refusal, Topology
 MAX_SEED = 2**32 - 1  # of Lightning and NumPy
 _PROMPTS = 64  # generated training prompts whose length is looked at
 _READS_FILES = (Recipe.train, Recipe.score, Recipe.plan, Recipe.validate)
-_READS_TASK = (Recipe.train, Recipe.rollout, Recipe.sft, Recipe.validate)
+_READS_TASK = (Recipe.train, Recipe.rollout, Recipe.sft, Recipe.validate, Recipe.evaluate)
 
 
 def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
@@ -125,7 +126,11 @@ def look_into_task(config: Config, findings: Findings) -> None:
     problems = findings.collect(lambda: task.problems(count, seed=config.seed)) or []
     held_out: list[Problem] = []
     if config.reads_prompts:
-        held_out = findings.collect(lambda: task.held_out(config.task.eval_problems)) or []
+        sets = findings.collect(lambda: held_out_sets(config, own=task, tokenizer=tokenizer)) or []
+        held_out = [problem for one in sets for problem in one.problems]
+        for one in sets:
+            if one.name:
+                findings.notes.extend(findings.collect(one.task.check_references) or ())
     if config.task.overlong is OverlongPrompt.leave_out:
         for name, part in (("training", problems), ("held-out", held_out)):
             findings.collect(partial(_leave_out, part, name, findings, tokenizer=tokenizer, config=config))

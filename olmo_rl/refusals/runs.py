@@ -26,6 +26,7 @@ RUN_MARKS: dict[Recipe, tuple[str, ...]] = {
     Recipe.sft: _TRAINING_MARKS,
     Recipe.rollout: ("rollouts",),
     Recipe.score: ("scores.jsonl",),
+    Recipe.evaluate: ("evaluation.json", "answers"),
     Recipe["import"]: ("rollouts", "import_report.json"),
     Recipe.upcycle: ("upcycled",),
 }
@@ -168,6 +169,49 @@ TASK = (
         refuses=f"a name that is no word, or that a metric of the reward has: {', '.join(_TAKEN)}",
         fix="rename this reward",
         when=lambda c: any(not str(n).isidentifier() or n in _TAKEN for n in c.task.rewards),
+    ),
+    Rule(
+        keys="evaluation.samples evaluation.temperature",
+        refuses="greedy responses to one problem are all equal",
+        fix="set evaluation.temperature, or evaluation.samples=1",
+        when=lambda c: c.evaluation.samples > 1 and c.evaluation.temperature == 0,
+    ),
+    Rule(
+        keys="evaluation.pass_at evaluation.samples",
+        refuses="pass@k needs at least k responses to a problem, and a k of at least 1",
+        fix="raise evaluation.samples, or leave larger ones out",
+        when=lambda c: any(not 1 <= k <= c.evaluation.samples for k in c.evaluation.pass_at),
+    ),
+    Rule(
+        keys="evaluation.sets",
+        refuses="a set whose name is no word, or that of the task's own problems (task)",
+        fix="rename it",
+        when=lambda c: not all(str(n).isidentifier() and n != "task" for n in c.evaluation.sets),
+    ),
+    Rule(
+        keys="recipe task.eval_problems evaluation.sets",
+        refuses="nothing is held out to be evaluated",
+        fix="set task.eval_problems, or name sets",
+        when=lambda c: c.recipe is Recipe.evaluate and c.task.eval_problems == 0 and not c.evaluation.sets,
+    ),
+    Rule(
+        keys="recipe init_from rollouts",
+        refuses="weights to evaluate are not named",
+        fix="set init_from to a checkpoint, a weights file or a Hugging Face directory, or choose "
+        "rollouts=vllm or rollouts=sglang",
+        when=lambda c: c.recipe is Recipe.evaluate and c.init_from is None and not c.asks_engines,
+    ),
+    Rule(
+        keys="recipe init_from rollouts",
+        refuses="serving engines are asked as they are, no weights are sent to them",
+        fix="drop init_from, or choose rollouts=local",
+        when=lambda c: c.recipe is Recipe.evaluate and c.init_from is not None and c.asks_engines,
+    ),
+    Rule(
+        keys="recipe rollouts",
+        refuses="recorded responses are not evaluated, they have rewards",
+        fix="choose rollouts=local",
+        when=lambda c: c.recipe is Recipe.evaluate and not c.generates,
     ),
     Rule(
         keys="rollouts.length_buffer rollouts.max_new_tokens",

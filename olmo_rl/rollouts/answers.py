@@ -70,9 +70,10 @@ def _checked(completion: Completion, *, request: Request, max_tokens: int, wante
 def generation_of(
     completion: Completion, *, request: Request, version: int | None, wanted: Wanted
 ) -> Generation:
-    """The answer as a sample: as old as `version`, its engine's at the start, or older if it reports so."""
-    versions = [v for v in (version, completion.policy_version) if v is not None]
-    assert versions, "an engine gets requests once its version is known"
+    """The answer as a sample: as old as `version`, its engine's at the start, or older if it reports so; 0
+    where nothing was published to an engine that names no version either.
+    """
+    versions = [v for v in (version, completion.policy_version) if v is not None] or [0]
     routes, axis = completion.routes, wanted.axis
     return Generation(
         id=request.id,

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,25 +16,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from typing_extensions import override
 
 from olmo_rl.chosen_checkpoint import evaluations_of
+from olmo_rl.collections.evaluating import Question, ask, judged, measured, questions_of
+from olmo_rl.collections.evaluating import metrics_of as evaluation_metrics
 from olmo_rl.collections.generation import RolloutParts
-from olmo_rl.collections.sources import response_text
 from olmo_rl.config import Config
-from olmo_rl.data.means import Mean
 from olmo_rl.data.packs import Step
 from olmo_rl.planning.pictures import draw_packs
 from olmo_rl.policy.compiling import Graph
-from olmo_rl.policy.engine import Generation, Request
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.run_directory import FORMAT_VERSION, LOG_EVENT, log_fault, whole_lines
-from olmo_rl.tasks.problems import Problem
+from olmo_rl.tasks.held_out import HeldOut, held_out_sets
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.step import StepResult
 from olmo_rl.training.step_report import events_of, metrics_of
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
-
-Answers = Sequence[Generation | None]
 
 
 class ContractLog(Callback):
@@ -127,16 +125,15 @@ def log_known(module: LightningModule, name: str, value: float | None) -> None:
 
 
 class Evaluation(Callback):
-    """Greedy accuracy on held-out problems: before the first update, every `task.eval_interval` updates, at
-    the end.
+    """Held-out problems answered before the first update, every `task.eval_interval` updates, and at the end.
 
-    Routes are live: evaluation never replays. Ranks share the problems; the accuracy is the global sum of
-    verdicts divided by their number. It is unknown where no response was judged.
+    Routes are live: evaluation never replays. Ranks share the problems; means are global sums divided by
+    global counts, and unknown where no response was judged. `results`: accuracy on the task's own problems.
     """
 
     def __init__(self, config: Config, *, parts: RolloutParts, contract: ContractLog) -> None:
         self._config = config
-        self._problems: list[Problem] | None = None
+        self._questions: list[Question] | None = None
         self._parts = parts
         self._contract = contract
         self.results: dict[int, float | None] = {}  # None: nothing was judged
@@ -162,65 +159,52 @@ class Evaluation(Callback):
     ) -> None:
         due = evaluation_due(trainer, pl_module, interval=self._config.task.eval_interval)
         if due and trainer.global_step not in self.results:
-            log_known(pl_module, "eval/accuracy", self._evaluate(trainer))
+            for name, value in self._evaluate(trainer).items():
+                log_known(pl_module, name, value)
 
-    def _evaluate(self, trainer: Trainer) -> float | None:
-        strategy = cast(ExpertParallelStrategy, trainer.strategy)
-        if self._problems is None:
-            count = self._config.task.eval_problems
-            drawn = strategy.from_rank_zero(lambda: outcome(lambda: self._parts.task.held_out(count)))
-            (self._problems,) = together([drawn])
-        mine = self._problems[strategy.global_rank :: strategy.world_size]
-        asked = outcome(lambda: self._ask(mine))
-        if isinstance(self._parts.engine, RemoteEngine):  # whose answers take as long as they take
+    def _evaluate(self, trainer: Trainer) -> dict[str, float | None]:
+        """The metrics of this evaluation. A collective of all ranks."""
+        strategy, parts = cast(ExpertParallelStrategy, trainer.strategy), self._parts
+        if self._questions is None:
+            self._questions = self._drawn(strategy)
+        mine = self._questions[strategy.global_rank :: strategy.world_size]
+        asked = outcome(lambda: ask(mine, config=self._config, parts=parts))
+        if isinstance(parts.engine, RemoteEngine):  # whose answers take as long as they take
             strategy.meet(asked if isinstance(asked, Future) else None)
-        parts = together(strategy.gather_objects(outcome(lambda: self._judged(mine, asked=asked))))
-        verdicts = sum((mean for _, mean in parts), Mean())
-        self.results[trainer.global_step] = verdicts.value
+        verdicts = outcome(lambda: judged(mine, asked=asked, config=self._config, parts=parts))
+        shares = together(strategy.gather_objects(verdicts))
+        results = measured([one for share in shares for one in share], config=self._config)
+        own = results.get(("", ""))
+        accuracy = None if own is None else own.reward.value
+        self.results[trainer.global_step] = accuracy
         self._contract.write(
             "evaluation",
             trainer=trainer,
-            accuracy=verdicts.value,
-            problems=len(self._problems),
-            answered=sum(answered for answered, _ in parts),
-            judged=verdicts.count,
+            **({"accuracy": accuracy} if own is None else own.record()),
+            sets=[
+                {"set": name, "domain": domain, **result.record()}
+                for (name, domain), result in results.items()
+                if name or domain
+            ],
         )
-        return verdicts.value
+        return evaluation_metrics(results)
 
-    def _ask(self, problems: list[Problem]) -> Answers | Future[list[Generation | None]]:
-        """The greedy answers to these problems, or their future where serving engines give them."""
-        requests = [
-            Request(id=problem.prompt, tokens=self._parts.tokenizer.encode(problem.prompt))
-            for problem in problems
-        ]
-        settings: dict[str, Any] = {
-            "max_new_tokens": self._config.rollouts.max_new_tokens,
-            "stop_token": self._parts.tokenizer.eos_id,
-            "seed": 0,
-        }
-        engine = self._parts.engine
-        if isinstance(engine, RemoteEngine):
-            return engine.start(requests, temperature=0.0, top_p=1.0, **settings)
-        return engine.generate(requests, greedy=True, **settings)
+    def _drawn(self, strategy: ExpertParallelStrategy) -> list[Question]:
+        """All questions, with the problems that rank 0 draws. A collective of all ranks."""
 
-    def _judged(
-        self, problems: list[Problem], *, asked: Answers | Future[list[Generation | None]] | Refusal
-    ) -> tuple[int, Mean]:
-        """How many of these problems were answered, and the mean verdict of those that were judged."""
-        tokenizer, task = self._parts.tokenizer, self._parts.task
-        if isinstance(asked, Refusal):
-            raise asked
-        generations = asked.result() if isinstance(asked, Future) else asked
-        answered = [
-            (problem, generation)
-            for problem, generation in zip(problems, generations, strict=True)
-            if generation is not None  # a serving engine that never answered is no evidence about the policy
-        ]
-        verdicts = [
-            task.reward(problem, response_text(generation, tokenizer=tokenizer))
-            for problem, generation in answered
-        ]
-        return len(answered), Mean.of(verdicts)
+        def sets() -> list[HeldOut]:
+            return held_out_sets(self._config, own=self._parts.task, tokenizer=self._parts.tokenizer)
+
+        mine = outcome(sets)
+        together(strategy.gather_objects(mine if isinstance(mine, Refusal) else ()))
+        assert not isinstance(mine, Refusal), "else all ranks raised it"
+        for one in mine:
+            if one.name:  # that of the run has started
+                one.task.start(seconds=self._config.strategy.timeout_seconds / 2)
+        drawn = strategy.from_rank_zero(lambda: [list(one.problems) for one in mine])
+        return questions_of(
+            [replace(one, problems=problems) for one, problems in zip(mine, drawn, strict=True)]
+        )
 
 
 class PackPicture(Callback):

@@ -39,9 +39,11 @@ REFERENCE_SECONDS = 30.0  # for judging every reference once before a run
 _REPORTED = 20  # faults of one file
 
 
-def build_task(config: TaskConfig, *, seed: int, problems: Sequence[Problem] | None = None) -> Task:
+def build_task(
+    config: TaskConfig, *, seed: int, problems: Sequence[Problem] | None = None, whole: bool = False
+) -> Task:
     """The task that `config` describes; `seed` shifts the order of its training problems. `problems`:
-    those of `task.path` where it was read before.
+    those of `task.path` where it was read before; `whole`: all rows of a file are held out.
     """
     match config.kind:
         case TaskKind.addition:
@@ -52,7 +54,7 @@ def build_task(config: TaskConfig, *, seed: int, problems: Sequence[Problem] | N
 
             return GymTask(config, seed=seed)
         case TaskKind.jsonl:
-            return JsonlTask(config, seed=seed, problems=problems)
+            return JsonlTask(config, seed=seed, problems=problems, whole=whole)
 
 
 class AdditionTask(MadeOnDemand):
@@ -131,7 +133,14 @@ class JsonlTask:
     all, by several functions.
     """
 
-    def __init__(self, config: TaskConfig, *, seed: int, problems: Sequence[Problem] | None = None) -> None:
+    def __init__(
+        self,
+        config: TaskConfig,
+        *,
+        seed: int,
+        problems: Sequence[Problem] | None = None,
+        whole: bool = False,
+    ) -> None:
         if config.path is None:
             raise Refusal("task.path is not set: name a file of lines with prompt and answer")
         self._seed = seed
@@ -140,10 +149,11 @@ class JsonlTask:
         self._system = config.system if config.chat else None
         if problems is None:
             problems = read_problems(Path(config.path), answers=not config.rewards)
-        _refuse_unused(list(config.verifiers), problems=problems, path=config.path)
+        if not whole:  # a set of its own need not have every domain
+            _refuse_unused(list(config.verifiers), problems=problems, path=config.path)
         self._refuse_missing(problems)
-        self._training = [problem for problem in problems if not is_held_out(problem.prompt)]
-        self._reserved = list({p.prompt: p for p in problems if is_held_out(p.prompt)}.values())
+        self._training = [p for p in problems if not (whole or is_held_out(p.prompt))]
+        self._reserved = list({p.prompt: p for p in problems if whole or is_held_out(p.prompt)}.values())
 
     def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
         return passes(

@@ -115,20 +115,32 @@ NOTHING_FITS = (
 )
 
 
-def rendered_task(config: Config, *, tokenizer: Tokenizer, problems: Sequence[Problem] | None = None) -> Task:
+def rendered_task(
+    config: Config,
+    *,
+    tokenizer: Tokenizer,
+    problems: Sequence[Problem] | None = None,
+    whole: bool = False,
+) -> Task:
     """The task of the run with all of its problems, prompts in the form of `task.chat`. `problems`: those of
-    `task.path` where it was read before.
+    `task.path` where it was read before; `whole`: all of them are held out.
     """
-    task = build_task(config.task, seed=config.seed, problems=problems)
+    task = build_task(config.task, seed=config.seed, problems=problems, whole=whole)
     if not config.task.chat:
         return task
     system = config.task.system
     return ChatTask(task, render=lambda text: user_prompt(text, tokenizer=tokenizer, system=system))
 
 
-def task_of(config: Config, *, tokenizer: Tokenizer, problems: Sequence[Problem] | None = None) -> Task:
+def task_of(
+    config: Config,
+    *,
+    tokenizer: Tokenizer,
+    problems: Sequence[Problem] | None = None,
+    whole: bool = False,
+) -> Task:
     """The task that the run draws from: that of `rendered_task`, which leaves overlong ones out if asked."""
-    task = rendered_task(config, tokenizer=tokenizer, problems=problems)
+    task = rendered_task(config, tokenizer=tokenizer, problems=problems, whole=whole)
     if config.task.overlong is OverlongPrompt.refuse:
         return task
     longest = config.model.max_seq_len
