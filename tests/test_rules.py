@@ -163,6 +163,8 @@ SETTINGS = {
     "import": "recipe=import",
     "import without routes": "recipe=import policy.replay=false",
     "import of rollout files": "recipe=import imports.source=olmo_rl",
+    "rewarded": "rollouts.length_penalty=1 loss.advantage=rloo",
+    "sampled": "evaluation.samples=2 evaluation.temperature=1 evaluation.pass_at=[2]",
     "gym": "task=reasoning_gym task.chat=true logger=wandb",
     "jsonl": "task=jsonl policy.logprobs=full",
     "weighted": "loss.kl_coef=0.1 loss.tis_high=2.0 loss.router_aux_weight=0.1 loss.router_z_weight=0.1",
