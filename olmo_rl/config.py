@@ -302,7 +302,8 @@ class OverlongPrompt(Choice):
 class TaskKind(Choice):
     addition = "addition"
     reasoning_gym = "reasoning_gym"
-    jsonl = "jsonl"
+    jsonl = "jsonl", "rows of a file: JSONL, parquet or Hugging Face datasets"
+    mixed = "mixed", "several tasks by weight"
 
 
 class LoggerKind(Choice):
@@ -360,6 +361,14 @@ _CHECKS = Needs(
     "set scoring.mode=auto batch.steps_per_collection=1",
 )
 _JSONL = Needs(lambda c: c.task.kind is TaskKind.jsonl, "without task=jsonl", "choose task=jsonl")
+_JUDGES = Needs(
+    lambda c: c.task.kind in (TaskKind.jsonl, TaskKind.mixed),
+    "without task=jsonl or task=mixed",
+    "choose one of them",
+)
+_TABLES = Needs(
+    lambda c: c.task.format is SftFormat.datasets, "without task.format=datasets", "set task.format=datasets"
+)
 _CHAT_DATA = Needs(
     lambda c: c.sft.path is not None,
     "without sft.path: a task's demonstrations are drawn without end",
@@ -449,26 +458,41 @@ class TaskConfig:
         {},
         "arguments of the dataset",
         needs=Needs(
-            lambda c: c.task.kind is not TaskKind.jsonl, "with task=jsonl: the file holds the problems"
+            lambda c: c.task.kind in (TaskKind.addition, TaskKind.reasoning_gym),
+            "with task=jsonl or task=mixed: files hold the problems, or every part has its own",
         ),
     )
-    path: str | None = key(None, "jsonl: lines with prompt and answer", needs=_JSONL)
+    path: str | None = key(
+        None, "jsonl: rows with prompt and answer; for datasets a directory or name", needs=_JSONL
+    )
+    format: SftFormat = key(SftFormat.auto, "jsonl: format of path", needs=_JSONL)
+    subset: str | None = key(None, "datasets: name of the configuration", needs=(_JSONL, _TABLES))
+    split: str = key("train", "datasets: rows to take", needs=(_JSONL, _TABLES))
+    prompt_column: str = key("prompt", "jsonl: column of prompts", needs=_JSONL)
+    answer_column: str = key("answer", "jsonl: column of reference answers", needs=_JSONL)
+    mix: dict[str, Any] = key(
+        {},
+        "mixed: tasks by name, each with its weight and its keys of task",
+        needs=Needs(lambda c: c.task.kind is TaskKind.mixed, "without task=mixed", "choose task=mixed"),
+    )
     chat: bool = key(False, "prompts are user turns in the chat template of model.tokenizer")
     system: str | None = key(
         None,
         "chat: the system turn, null = the template's own",
         needs=Needs(lambda c: c.task.chat, "without task.chat", "set task.chat=true"),
     )
-    verifier: dict[str, Any] = key({}, "jsonl: _target_ and arguments; {} = exact match", needs=_JSONL)
-    verifiers: dict[str, Any] = key({}, "jsonl: one verifier for each domain of a line", needs=_JSONL)
+    verifier: dict[str, Any] = key(
+        {}, "jsonl, mixed: _target_ and arguments; {} = exact match", needs=_JUDGES
+    )
+    verifiers: dict[str, Any] = key({}, "jsonl, mixed: one verifier for each domain of a line", needs=_JUDGES)
     rewards: dict[str, Any] = key(
-        {}, "jsonl: several rewards by name, each _target_, _weight_ and arguments", needs=_JSONL
+        {}, "jsonl, mixed: several rewards by name, each _target_, _weight_ and arguments", needs=_JUDGES
     )
     verifier_seconds: float | None = key(
-        None, "jsonl: time limit of one judgement, null = none", above=0, needs=_JSONL
+        None, "jsonl, mixed: time limit of one judgement, null = none", above=0, needs=_JUDGES
     )
     on_verifier_failure: OnVerifierFailure = key(
-        OnVerifierFailure.refuse, "jsonl: a verifier raises or exceeds its time limit", needs=_JSONL
+        OnVerifierFailure.refuse, "jsonl, mixed: a verifier raises or exceeds its time limit", needs=_JUDGES
     )
     overlong: OverlongPrompt = key(
         OverlongPrompt.refuse, "prompts that leave no room in model.max_seq_len for the response"

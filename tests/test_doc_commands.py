@@ -32,7 +32,9 @@ SINGLE = ("strategy=single", "trainer=cpu", "callbacks=quiet", "task.eval_proble
 GENERATING = ("rollouts.group_size=4", "rollouts.max_new_tokens=2")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-OF_USERS = re.compile(r"reward/\w+|eval/.+")  # documented as `reward/<name>` and so on
+OF_USERS = re.compile(
+    r"reward/\w+|eval/.+|(rollouts|sft)/epoch/\w+"
+)  # documented as `reward/<name>` and so on
 METRICS = set(re.findall(r"`(\w+/\w+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
 WITH_COMMANDS = [page for page in PAGES if any(block.language == "bash" for block in blocks(page))]
 

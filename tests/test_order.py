@@ -42,7 +42,7 @@ def test_every_problem_comes_once_a_pass_in_another_order_each_pass(tmp_path: Pa
     whole = [drawn[i * size : (i + 1) * size] for i in range(3)]
     assert all(len(set(part)) == size for part in whole)
     assert whole[0] != whole[1] != whole[2]
-    assert order.epoch == len(drawn) / size
+    assert order.epochs == {"": len(drawn) / size}
 
 
 def test_the_sums_of_the_default_run_come_once_a_pass_and_demonstrations_in_another_order() -> None:
@@ -64,7 +64,7 @@ def test_the_sums_of_the_default_run_come_once_a_pass_and_demonstrations_in_anot
 def test_problems_made_on_demand_follow_from_their_place(config: TaskConfig) -> None:
     order = PromptOrder(task=build_task(config, seed=0))
     first = take(order, BLOCK + 10)
-    assert order.epoch is None
+    assert order.epochs == {}
     other = PromptOrder(task=build_task(config, seed=0))
     other.load_state_dict({"place": 7, "returned": [], "order": None})
     assert take(other, BLOCK) == first[7 : 7 + BLOCK]

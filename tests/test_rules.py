@@ -98,6 +98,7 @@ EXAMPLES = {
     "the lower clip of the": "loss.tis_low=2.0 loss.tis_high=0.5",
     "a dataset of reasoning-gym is": "task=reasoning_gym task.name=null",
     "the file with prompts and": "task=jsonl",
+    "tasks to mix are not": "task=mixed",
     "bytes have no chat template": "task.chat=true",
     "a verifier without _target_": "task=jsonl task.path=problems.jsonl +task.verifier.target=f",
     "task.rewards is the whole reward,": (
@@ -165,6 +166,8 @@ SETTINGS = {
     "import of rollout files": "recipe=import imports.source=olmo_rl",
     "rewarded": "rollouts.length_penalty=1 loss.advantage=rloo",
     "sampled": "evaluation.samples=2 evaluation.temperature=1 evaluation.pass_at=[2]",
+    "tables": "task=jsonl task.path=a task.format=datasets",
+    "mixed": "task=mixed +task.mix.sums={kind:addition}",
     "gym": "task=reasoning_gym task.chat=true logger=wandb",
     "jsonl": "task=jsonl policy.logprobs=full",
     "weighted": "loss.kl_coef=0.1 loss.tis_high=2.0 loss.router_aux_weight=0.1 loss.router_z_weight=0.1",

@@ -47,7 +47,11 @@ class Answered:
 
     @property
     def tried(self) -> Tried:
-        return Tried(domain=self.problem.domain, rewards=self.rewards, unanswered=self.unanswered)
+        return Tried(
+            domain=self.problem.domain or self.problem.part or None,
+            rewards=self.rewards,
+            unanswered=self.unanswered,
+        )
 
 
 def questions_of(sets: Sequence[HeldOut]) -> list[Question]:

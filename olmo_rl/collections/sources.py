@@ -146,8 +146,8 @@ class GeneratingSource:
         )
         if self._config.task.overlong is OverlongPrompt.leave_out:
             collection.counts["rollouts/overlong_prompts"] = asked.overlong
-        if (epoch := self._order.epoch) is not None:
-            collection.facts["rollouts/epoch"] = epoch
+        for name, epoch in self._order.epochs.items():
+            collection.facts["rollouts/epoch" + (f"/{name}" if name else "")] = epoch
         if asked.answered is not None:
             collection.counts["rollouts/wait_s"] = waited
             collection.notes += self._starving(asked, waited=waited)

@@ -165,8 +165,8 @@ class TaskDemonstrations:
         return samples
 
     def facts(self) -> dict[str, float]:
-        epoch = self._order.epoch
-        known = {} if epoch is None else {"sft/epoch": epoch}
+        epochs = self._order.epochs
+        known = {"sft/epoch" + (f"/{name}" if name else ""): epoch for name, epoch in epochs.items()}
         if self._config.task.overlong is OverlongPrompt.leave_out:
             known["sft/dropped"] = float(self._overlong)
         return known

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from olmo_rl.config import SftConfig, SftFormat
+from olmo_rl.data.dataset_tables import load_table
 from olmo_rl.data.metadata import unknown_name
 from olmo_rl.data.turns import COLUMNS, ChatRow
 from olmo_rl.types import Refusal
@@ -211,34 +212,10 @@ def open_chat(path: str, *, config: SftConfig, key: str, split: str) -> list[Row
 
 
 def _open_dataset(path: str, *, config: SftConfig, key: str, split: str) -> DatasetRows:
-    import datasets  # seconds to import, needed for this format alone
-
-    saved = any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    try:
-        if saved:
-            table = datasets.load_from_disk(path)
-            if isinstance(table, datasets.DatasetDict):
-                if split not in table:
-                    raise Refusal(f"{key}={path}: no split {split!r}, there are {', '.join(table)}")
-                table = table[split]
-        else:
-            table = datasets.load_dataset(path, config.subset, split=split)
-    except (
-        AttributeError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-        datasets.exceptions.DatasetsError,
-    ) as error:
-        if isinstance(error, Refusal):
-            raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Refusal(f"{key}={path} sft.format=datasets: {reason}") from None
+    where = f"{key}={path} sft.format=datasets"
+    table = load_table(path, subset=config.subset, split=split, where=where)
     columns = _columns(table.column_names, ignore=tuple(config.ignore), where=f"{key}={path}")
-    # A saved format hides columns, or turns lists into arrays.
-    return DatasetRows(name=path, table=table.with_format(None).select_columns(columns))
+    return DatasetRows(name=path, table=table.select_columns(columns))
 
 
 class ChatStream:

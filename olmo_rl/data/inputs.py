@@ -19,8 +19,8 @@ from olmo_rl.data.chat_files import Place, RowFile
 from olmo_rl.data.files import collection_paths, has_reference, read_collection
 from olmo_rl.data.turns import ChatRow
 from olmo_rl.data.validation import check_layout, check_sampling
-from olmo_rl.tasks.kinds import read_problems
 from olmo_rl.tasks.problems import Problem
+from olmo_rl.tasks.rows import read_problems
 from olmo_rl.types import FIELDS, Collection, Refusal
 
 KEPT_BYTES = 2**28
@@ -89,9 +89,9 @@ class Inputs:
         """The problems of a task's file, None where it is not named, which are kept while there is room."""
         if config.path is None:
             return None
-        path = Path(config.path)
-        problems = read_problems(path, answers=not config.rewards)
-        if self._keeps(path.stat().st_size + _ROW_BYTES * len(problems)):
+        problems = read_problems(config)
+        size = sum(len(str(value)) for problem in problems for value in problem.row.values())
+        if self._keeps(size + _ROW_BYTES * len(problems)):
             self.problems = problems
         return problems
 

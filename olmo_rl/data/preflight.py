@@ -8,6 +8,7 @@ No torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from olmo_rl.tasks.prompting import NOTHING_FITS, rendered_task, tokens_of
 from olmo_rl.types import Collection, Refusal, Topology
 
 MAX_SEED = 2**32 - 1  # of Lightning and NumPy
+_MANY = 100_000  # training prompts that are looked at, at most
 _PROMPTS = 64  # generated training prompts whose length is looked at
 _READS_FILES = (Recipe.train, Recipe.score, Recipe.plan, Recipe.validate)
 _READS_TASK = (Recipe.train, Recipe.rollout, Recipe.sft, Recipe.validate, Recipe.evaluate)
@@ -122,7 +124,8 @@ def look_into_task(config: Config, findings: Findings) -> None:
     if task is None:
         return
     findings.notes.extend(findings.collect(task.check_references) or ())
-    count = _PROMPTS if task.size is None else max(1, task.size)
+    passes = [passed / _MANY for passed in task.epochs(_MANY).values() if passed > 0]
+    count = min(_MANY, max((math.ceil(1 / rate - 1e-6) for rate in passes), default=_PROMPTS))
     problems = findings.collect(lambda: task.problems(count, seed=config.seed)) or []
     held_out: list[Problem] = []
     if config.reads_prompts:

@@ -147,6 +147,15 @@ TASK = (
         when=lambda c: c.task.kind is TaskKind.jsonl and c.task.path is None,
     ),
     Rule(
+        keys="task task.mix",
+        refuses="tasks to mix are not named, or a name is no word",
+        fix="give each a name: '+task.mix.sums={kind:addition,weight:1}'",
+        when=lambda c: (
+            c.task.kind is TaskKind.mixed
+            and not (c.task.mix and all(str(name).isidentifier() for name in c.task.mix))
+        ),
+    ),
+    Rule(
         keys="task.chat model.tokenizer",
         refuses="bytes have no chat template",
         fix="choose a model.tokenizer that has one, or task.chat=false",

@@ -10,15 +10,14 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from olmo_rl.config import TaskConfig, TaskKind
-from olmo_rl.data.json_lines import parse_line, text_fault
 from olmo_rl.tasks.judging import build_judge
 from olmo_rl.tasks.math_answers import reference_fault
+from olmo_rl.tasks.mixing import MixedTask, Part, entry_config, weight_of
 from olmo_rl.tasks.problems import (
     HELD_OUT_SEED,
     MadeOnDemand,
@@ -31,19 +30,25 @@ from olmo_rl.tasks.problems import (
     take_held_out,
 )
 from olmo_rl.tasks.rewards import Judged, exact
+from olmo_rl.tasks.rows import REPORTED, read_problems
 from olmo_rl.types import Refusal
 
 MAX_DIGITS = 6
 _LISTED_DIGITS = 2
 REFERENCE_SECONDS = 30.0  # for judging every reference once before a run
-_REPORTED = 20  # faults of one file
 
 
 def build_task(
-    config: TaskConfig, *, seed: int, problems: Sequence[Problem] | None = None, whole: bool = False
+    config: TaskConfig,
+    *,
+    seed: int,
+    problems: Sequence[Problem] | None = None,
+    whole: bool = False,
+    partial: bool = False,
 ) -> Task:
     """The task that `config` describes; `seed` shifts the order of its training problems. `problems`:
-    those of `task.path` where it was read before; `whole`: all rows of a file are held out.
+    those of `task.path` where it was read before; `whole`: all rows of a file are held out;
+    `partial`: domains of verifiers may be those of other parts.
     """
     match config.kind:
         case TaskKind.addition:
@@ -54,7 +59,27 @@ def build_task(
 
             return GymTask(config, seed=seed)
         case TaskKind.jsonl:
-            return JsonlTask(config, seed=seed, problems=problems, whole=whole)
+            return JsonlTask(config, seed=seed, problems=problems, whole=whole, partial=partial)
+        case TaskKind.mixed:
+            return _mixed(config, seed=seed)
+
+
+def _mixed(config: TaskConfig, *, seed: int) -> Task:
+    """The tasks of `task.mix` by their weights. Raises Refusal with the reasons of every part."""
+    parts: dict[str, Part] = {}
+    reasons: list[str] = []
+    for name, entry in config.mix.items():
+        where = f"task.mix.{name}"
+        try:
+            part = entry_config(entry, base=config, where=where, further=("weight",))
+            parts[name] = Part(
+                task=build_task(part, seed=seed, partial=True), weight=weight_of(entry, where=where)
+            )
+        except Refusal as refusal:
+            reasons += [r if r.startswith(where) else f"{where}: {r}" for r in refusal.reasons]
+    if reasons:
+        raise Refusal(reasons)
+    return MixedTask(parts)
 
 
 class AdditionTask(MadeOnDemand):
@@ -127,8 +152,8 @@ def _sum(a: int, b: int) -> Problem:
 
 
 class JsonlTask:
-    """Prompts and answers from a file of lines {"prompt": text, "answer": text}, maybe with a "domain"; other
-    names are columns for reward functions, blank lines are passed over. One prompt in `HELD_OUT_EVERY` is
+    """Prompts and answers from rows of a file, maybe with a `domain`; other names are columns for reward
+    functions. One prompt in `HELD_OUT_EVERY` is
     held out. `task.verifiers` judges responses by domain, `task.verifier` all others; `task.rewards` judges
     all, by several functions.
     """
@@ -140,16 +165,18 @@ class JsonlTask:
         seed: int,
         problems: Sequence[Problem] | None = None,
         whole: bool = False,
+        partial: bool = False,
     ) -> None:
         if config.path is None:
             raise Refusal("task.path is not set: name a file of lines with prompt and answer")
         self._seed = seed
         self._path = config.path
         self._judge = build_judge(config)
+        self._prompt_column = config.prompt_column
         self._system = config.system if config.chat else None
         if problems is None:
-            problems = read_problems(Path(config.path), answers=not config.rewards)
-        if not whole:  # a set of its own need not have every domain
+            problems = read_problems(config)
+        if not (whole or partial):
             _refuse_unused(list(config.verifiers), problems=problems, path=config.path)
         self._refuse_missing(problems)
         self._training = [p for p in problems if not (whole or is_held_out(p.prompt))]
@@ -167,6 +194,9 @@ class JsonlTask:
     def fits(self, problem: Problem) -> bool:
         return True
 
+    def epochs(self, place: int) -> dict[str, float]:
+        return {"": place / len(self._training)} if self._training else {}
+
     def held_out(self, count: int) -> list[Problem]:
         return take_held_out(self._reserved, count=count, where=f"task.path={self._path}")
 
@@ -182,7 +212,7 @@ class JsonlTask:
 
     def _given(self, problem: Problem) -> dict[str, Any]:
         """What reward functions may ask for. Columns are the row's own, but for these names."""
-        prompt = problem.row.get("prompt", problem.prompt)
+        prompt = problem.row.get(self._prompt_column, problem.prompt)
         turns = [] if self._system is None else [{"role": "system", "content": self._system}]
         return {
             "messages": [*turns, {"role": "user", "content": prompt}],
@@ -207,7 +237,7 @@ class JsonlTask:
                         f"are {columns}"
                     )
         if reasons:
-            raise Refusal(reasons[:_REPORTED])
+            raise Refusal(reasons[:REPORTED])
 
     def start(self, *, seconds: float) -> None:
         by_domain = {problem.domain: self._given(problem) for problem in self._training}
@@ -223,7 +253,7 @@ class JsonlTask:
         worthless = unknown = judged = 0
         try:
             for problem in problems:
-                if time.monotonic() > ends or len(faults) == _REPORTED:
+                if time.monotonic() > ends or len(faults) == REPORTED:
                     break
                 judged += 1
                 try:
@@ -280,49 +310,3 @@ def _refuse_unused(domains: list[str], *, problems: Sequence[Problem], path: str
     ]
     if reasons:
         raise Refusal(reasons)
-
-
-def read_problems(path: Path, *, answers: bool) -> list[Problem]:
-    """The problems of a file of lines, in their order; `answers`: each must have one. Raises Refusal with
-    every line at fault.
-    """
-    if not path.is_file():
-        raise Refusal(f"task.path={path}: no such file")
-    problems: list[Problem] = []
-    faults: list[str] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = parse_line(line, where=where)
-        except Refusal as refusal:
-            faults.extend(refusal.reasons)
-            continue
-        fault = _row_fault(row, answers=answers)
-        if fault is not None:
-            faults.append(f"{where}: {fault}")
-            continue
-        assert isinstance(row, dict), "else it is at fault"
-        id, domain, answer = f"line-{number}", row.get("domain"), row.get("answer")
-        problems.append(Problem(id=id, prompt=row["prompt"], reference=answer, domain=domain, row=row))
-    if not problems and not faults:
-        faults = [f"{path}: no problem in it"]
-    if faults:
-        raise Refusal(faults[:_REPORTED])
-    return problems
-
-
-def _row_fault(row: object, *, answers: bool) -> str | None:
-    if not isinstance(row, dict):
-        return 'not an object: write {"prompt": ..., "answer": ...}'
-    for key in ("prompt", "answer"):
-        if key == "answer" and not answers and row.get(key) is None:
-            continue
-        if not isinstance(row.get(key), str):
-            return f"{key!r} is {'missing' if key not in row else 'not text: quote it'}"
-        if (fault := text_fault(row[key])) is not None:
-            return f"{key!r} {fault}"
-    if not isinstance(row.get("domain"), str | None):
-        return "'domain' is not text: quote it"
-    return "'prompt' is empty" if not row["prompt"] else None

@@ -18,6 +18,7 @@ from olmo_rl.tasks.prompting import NOTHING_FITS
 from olmo_rl.types import Refusal
 
 ROLLOUTS, DEMONSTRATIONS = 0, 1  # orders of one task that do not follow each other
+_PLACE = 1_000_000  # at which passes are compared
 _BARREN = 100 * BLOCK  # problems made on demand in a row that do not fit
 
 
@@ -71,9 +72,9 @@ class PromptOrder:
         self.place = taken.behind
 
     @property
-    def epoch(self) -> float | None:
-        """Passes over the training problems so far, None where they are made on demand without end."""
-        return None if self.task.size is None else self.place / self.task.size
+    def epochs(self) -> dict[str, float]:
+        """Passes over the training problems so far, by part of a mixture; nothing where they have no end."""
+        return self.task.epochs(self.place)
 
     def state_dict(self, *, unused: Sequence[int] = ()) -> dict[str, Any]:
         """Plain values. `unused`: places of problems that were taken, and are to be given once more."""
@@ -82,15 +83,18 @@ class PromptOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["order"] != (ours := self._identity()):
             raise Refusal(
-                f"task, seed: the training problems (number, first one) are {ours}, they were "
-                f"{state['order']} when the checkpoint was saved, so the run cannot go on in their order: "
-                "restore them, or start from the weights with init_from"
+                f"task, seed: the training problems (passes at place {_PLACE}, first one) are {ours}, they "
+                f"were {state['order']} when the checkpoint was saved, so the run cannot go on in their "
+                "order: restore them, or start from the weights with init_from"
             )
         self.place, self.returned = state["place"], list(state["returned"])
 
     def _identity(self) -> list[Any] | None:
-        """The number of problems and the first one in order; None where they are made on demand."""
-        return None if self.task.size is None else [self.task.size, self._at(0).id]
+        """What the order follows from: passes over each part at one place, and the first problem where all
+        are listed; None where they are made on demand.
+        """
+        passes = [[name, passed] for name, passed in sorted(self.task.epochs(_PLACE).items())]
+        return [*passes, None if self.task.size is None else self._at(0).id] if passes else None
 
     def _at(self, place: int) -> Problem:
         number, index = divmod(place, BLOCK)

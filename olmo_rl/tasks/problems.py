@@ -33,7 +33,8 @@ HELD_OUT_SEED = 1_000_003
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     """A prompt and its reference answer, None where the dataset gives none. `domain` selects the verifier;
-    the dataset verifies responses with `entry`. `row`: what the data say beside it, by column.
+    the dataset verifies responses with `entry`. `row`: its columns in the data; `part`: the task of a
+    mixture that it is from.
     """
 
     id: str
@@ -41,6 +42,7 @@ class Problem:
     reference: str | None
     domain: str | None = None
     entry: Mapping[str, Any] | None = None
+    part: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -70,6 +72,12 @@ class Task(Protocol):
     def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
         """The training problems `start` to `start + count` of the endless order `seed`. Where there are
         `size` of them, each comes once a pass, in another order every pass.
+        """
+        ...
+
+    def epochs(self, place: int) -> dict[str, float]:
+        """Passes over listed problems at `place` of an order: by the part of a mixture, else under "".
+        Problems that are made on demand have none.
         """
         ...
 
@@ -129,6 +137,9 @@ class MadeOnDemand:
     @property
     def size(self) -> int | None:
         return None
+
+    def epochs(self, place: int) -> dict[str, float]:
+        return {} if self.size is None else {"": place / self.size}
 
     def fits(self, problem: Problem) -> bool:
         return True

@@ -45,6 +45,9 @@ class ChatTask:
     def held_out(self, count: int) -> list[Problem]:
         return self._rendered(self._task.held_out(count))
 
+    def epochs(self, place: int) -> dict[str, float]:
+        return self._task.epochs(place)
+
     def reward(self, problem: Problem, response: str) -> float:
         return self._task.reward(problem, response)
 
@@ -91,6 +94,9 @@ class FittingTask:
         if count and not kept:
             raise Refusal(f"task.eval_problems={count}: {NOTHING_FITS}")
         return kept
+
+    def epochs(self, place: int) -> dict[str, float]:
+        return self._task.epochs(place)
 
     def reward(self, problem: Problem, response: str) -> float:
         return self._task.reward(problem, response)
