@@ -129,7 +129,7 @@ def scaled(arguments: Sequence[str], *, steps: dict[str, int]) -> Iterator[str]:
         elif key == "warm_start.steps":
             yield f"{key}={min(int(value), 1)}"
         elif key == "task.eval_problems":
-            yield f"{key}=2"
+            yield f"{key}={min(int(value), 2)}"
         elif key == "callbacks.checkpoint_interval":
             yield f"{key}=1"
         else:
@@ -138,7 +138,8 @@ def scaled(arguments: Sequence[str], *, steps: dict[str, int]) -> Iterator[str]:
         yield "batch.samples_per_step=16"
     if recipe not in ("train", "sft", "rollout", "score") or "--help" in arguments:
         return
-    yield from (one for one in SINGLE if recipe != "sft" or not one.startswith("task"))
+    own = recipe == "sft" or "task.eval_problems=0" in text
+    yield from (one for one in SINGLE if not (own and one.startswith("task")))
     yield "batch.samples_per_step=16"
     if "rollouts=files" not in text and recipe != "sft":
         yield from GENERATING
