@@ -497,6 +497,19 @@ class TaskConfig:
     overlong: OverlongPrompt = key(
         OverlongPrompt.refuse, "prompts that leave no room in model.max_seq_len for the response"
     )
+    set_aside: int = key(
+        0,
+        "passes that a prompt sits out when all or none of its responses solved it, 0 = none",
+        min=0,
+        needs=(
+            Needs(
+                lambda c: c.task.kind is not TaskKind.reasoning_gym,
+                "with task=reasoning_gym: its problems are made on demand and do not come back",
+                "choose another task",
+            ),
+            Needs(lambda c: c.recipe in (Recipe.train, Recipe.validate), "without recipe=train"),
+        ),
+    )
     eval_problems: int = key(200, "held-out problems, never trained on", min=0)
     eval_interval: int = key(50, "updates between evaluations, 0 = none", min=0)
 
@@ -530,7 +543,11 @@ class EvaluationConfig:
     solved_from: float = key(
         1.0,
         "least reward of a response that solves its problem",
-        needs=Needs(lambda c: bool(c.evaluation.pass_at), "without pass@k", "set evaluation.pass_at"),
+        needs=Needs(
+            lambda c: bool(c.evaluation.pass_at) or c.task.set_aside > 0,
+            "without pass@k and prompts that are set aside",
+            "set evaluation.pass_at or task.set_aside",
+        ),
     )
 
 

@@ -120,6 +120,45 @@ def test_the_state_of_another_order_is_refused(tmp_path: Path) -> None:
     PromptOrder(task=build_task(config, seed=0)).load_state_dict(state)
 
 
+def test_problems_solved_always_or_never_sit_out_passes_and_come_back_also_across_a_resume(
+    tmp_path: Path,
+) -> None:
+    """Line 1 is always solved, line 2 never, all others sometimes."""
+    task = build_task(lines(tmp_path / "p.jsonl", 40), seed=0)
+    size = task.size
+    assert size is not None
+    first, second = (problem.id for problem in task.problems(2, seed=0))
+    order, seen = PromptOrder(task=task, rest=2), list[str]()
+    resting = 0
+    for _ in range(4 * size):
+        taken = order.take(1)
+        order.advance(taken)
+        resting += taken.resting
+        (problem,), (place,) = taken.problems, taken.places
+        seen.append(problem.id)
+        solved = {first: 4, second: 0}.get(problem.id, 2)
+        order.note(problem, place=place, judged=4, solved=solved)
+        order, state = PromptOrder(task=task, rest=2), order.state_dict()
+        order.load_state_dict(json.loads(json.dumps(state)))
+    # Pass 0 has all, passes 1 and 2 lack two, pass 3 has all again.
+    passes = [seen[:size], seen[size : 2 * size - 2], seen[2 * size - 2 : 3 * size - 4], seen[3 * size - 4 :]]
+    assert [({first, second} & set(part)) for part in passes[:3]] == [{first, second}, set(), set()]
+    assert {first, second} <= set(passes[3][:size])
+    assert resting >= 4
+    assert order.rates[first][0] == order.rates[first][1] > 4
+    assert order.rates[second] == [order.rates[second][0], 0]
+    everything = PromptOrder(task=task, rest=1)
+    for _ in range(3):  # all are set aside at once, and come back
+        taken = everything.take(size)
+        everything.advance(taken)
+        for problem, place in zip(taken.problems, taken.places, strict=True):
+            everything.note(problem, place=place, judged=1, solved=0)
+    assert everything.place == 5 * size
+    unknown = PromptOrder(task=task, rest=1)
+    unknown.note(task.problems(1, seed=0)[0], place=0, judged=0, solved=0)
+    assert unknown.rates == unknown.back == {}
+
+
 def test_a_run_meets_every_prompt_once_a_pass_also_across_a_resume(tmp_path: Path) -> None:
     config = local_config(
         tmp_path / "run",

@@ -30,7 +30,7 @@ from olmo_rl.rollouts.engines import Counts, RemoteEngine
 from olmo_rl.tasks.order import PromptOrder, Taken
 from olmo_rl.tasks.problems import Problem
 from olmo_rl.tasks.rewards import Judged
-from olmo_rl.tasks.shaping import shaped
+from olmo_rl.tasks.shaping import ROUNDING, shaped, verdict_of
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Collection, Sample, Sampling
@@ -101,6 +101,7 @@ class Asked:
     answers: Callable[[], Sequence[Generation | None]]
     places: Sequence[int]  # of the problems in their order
     overlong: int  # problems that were passed over for them
+    resting: int
     counts: Counts | None = None  # of a serving engine, whole once the answers are there
     answered: Future[list[Generation | None]] | None = None
 
@@ -117,7 +118,7 @@ class GeneratingSource:
     def __init__(self, config: Config, *, parts: RolloutParts, strategy: ExpertParallelStrategy) -> None:
         self._config = config
         self._task = parts.task
-        self._order = PromptOrder(task=parts.task)
+        self._order = PromptOrder(task=parts.task, rest=config.task.set_aside)
         self._tokenizer = parts.tokenizer
         self._engine = parts.engine
         self._strategy = strategy
@@ -128,6 +129,10 @@ class GeneratingSource:
     def draw(self, index: int, *, attempt: int, groups: int) -> Collection | None:
         key = (index, attempt, groups)
         asked = self._ahead
+        if asked is not None and asked.key[:2] == key[:2]:
+            self._ahead = None
+            if asked.key != key:  # another number of groups is wanted
+                self._order.give_back(asked.places)
         if asked is None or asked.key != key:
             asked = self._ask(key)
         began = time.monotonic()
@@ -144,6 +149,9 @@ class GeneratingSource:
             sampling=sampling_of(self._config.rollouts),
             counts={name: sum(counts[name] for _, counts in parts) for name in parts[0][1]},
         )
+        self._note(asked, collection.samples)
+        if self._config.task.set_aside:
+            collection.counts["rollouts/set_aside"] = asked.resting
         if self._config.task.overlong is OverlongPrompt.leave_out:
             collection.counts["rollouts/overlong_prompts"] = asked.overlong
         for name, epoch in self._order.epochs.items():
@@ -154,6 +162,20 @@ class GeneratingSource:
         if attempt == 0 and self._looks_ahead:
             self._ahead = self._ask((index + 1, 0, groups))
         return collection
+
+    def _note(self, asked: Asked, samples: Sequence[Sample]) -> None:
+        """Count how often every problem was solved, on all ranks alike."""
+        rollouts, solved_from = self._config.rollouts, self._config.evaluation.solved_from
+        verdicts: dict[str, list[bool]] = {}
+        for sample in samples:
+            value = verdict_of(sample, rollouts=rollouts)
+            if np.isfinite(value):
+                verdicts.setdefault(sample.group, []).append(value >= solved_from - ROUNDING)
+        problems = dict.fromkeys(group for group, _, _ in asked.requests)
+        by_group = {group: problem for group, _, problem in asked.requests}
+        for group, place in zip(problems, asked.places, strict=True):
+            found = verdicts.get(group, [])
+            self._order.note(by_group[group], place=place, judged=len(found), solved=sum(found))
 
     def _judged(self, asked: Asked) -> tuple[list[Sample], dict[str, float]]:
         """This rank's samples with their rewards, and its counts."""
@@ -219,6 +241,7 @@ class GeneratingSource:
                 counts=counts,
                 places=taken.places,
                 overlong=taken.overlong,
+                resting=taken.resting,
                 answered=answered,
             )
         generate = partial(self._engine.generate, prompts, **settings)
@@ -229,6 +252,7 @@ class GeneratingSource:
             answers=generate,
             places=taken.places,
             overlong=taken.overlong,
+            resting=taken.resting,
         )
 
     def _share(self, requests: list[tuple[str, str, Problem]]) -> list[tuple[str, str, Problem]]:

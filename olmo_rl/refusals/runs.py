@@ -189,7 +189,7 @@ TASK = (
         keys="evaluation.pass_at evaluation.samples",
         refuses="pass@k needs at least k responses to a problem, and a k of at least 1",
         fix="raise evaluation.samples, or leave larger ones out",
-        when=lambda c: any(not 1 <= k <= c.evaluation.samples for k in c.evaluation.pass_at),
+        when=lambda c: any(k not in range(1, c.evaluation.samples + 1) for k in c.evaluation.pass_at),
     ),
     Rule(
         keys="evaluation.sets",

@@ -25,7 +25,8 @@ _BARREN = 100 * BLOCK  # problems made on demand in a row that do not fit
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
     """Problems with their places in the order, the place behind them, and how many of those given back
-    before are among them. `overlong`: problems that were passed over because they do not fit.
+    before are among them. `overlong`: problems that were passed over because they do not fit; `resting`:
+    because they are set aside.
     """
 
     problems: Sequence[Problem]
@@ -33,29 +34,39 @@ class Taken:
     behind: int
     given_back: int = 0
     overlong: int = 0
+    resting: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
 class PromptOrder:
-    """Problems of `task` in the order `seed`. State: `place`, from which new ones are taken, and the places
-    of problems that come first because they were `returned`.
+    """Problems of `task` in the order `seed`. State: `place`, from which new ones are taken; the places of
+    problems that come first because they were `returned`; by id, how many judged responses a listed problem
+    had and how many of them solved it (`rates`), and the pass in which one that was set aside comes back
+    (`back`).
+
+    `rest`: passes that a problem is set aside for when all or none of its responses solved it.
     """
 
     task: Task
     seed: int = ROLLOUTS
     place: int = 0
+    rest: int = 0
     returned: list[int] = field(default_factory=list)
+    rates: dict[str, list[int]] = field(default_factory=dict)
+    back: dict[str, int] = field(default_factory=dict)
     _block: tuple[int, list[Problem]] = field(default=(-1, []), repr=False)
 
     def take(self, count: int) -> Taken:
         """The next `count` problems that fit: returned ones, then new ones."""
         places = self.returned[:count]
         problems = [self._at(place) for place in places]
-        given_back, place, overlong, barren = len(places), self.place, 0, 0
+        given_back, place, overlong, barren, resting = len(places), self.place, 0, 0, 0
         limit = _BARREN if self.task.size is None else self.task.size
         while len(problems) < count:
             problem = self._at(place)
-            if self.task.fits(problem):
+            if self._rests(problem, place=place):  # ends: every pass brings it nearer to its return
+                resting += 1
+            elif self.task.fits(problem):
                 problems.append(problem)
                 places.append(place)
                 barren = 0
@@ -64,12 +75,46 @@ class PromptOrder:
                 if barren == limit:
                     raise Refusal(NOTHING_FITS)
             place += 1
-        return Taken(problems=problems, places=places, behind=place, given_back=given_back, overlong=overlong)
+        return Taken(
+            problems=problems,
+            places=places,
+            behind=place,
+            given_back=given_back,
+            overlong=overlong,
+            resting=resting,
+        )
 
     def advance(self, taken: Taken) -> None:
         """Go on behind what `take` gave; every rank is told the same."""
         del self.returned[: taken.given_back]
         self.place = taken.behind
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """Problems that were taken and are not used after all come first the next time."""
+        self.returned = [*places, *self.returned]
+
+    def note(self, problem: Problem, *, place: int, judged: int, solved: int) -> None:
+        """Count the responses to a listed problem, and set it aside where they hold nothing to learn."""
+        if judged == 0 or (number := self._pass(problem, place=place)) is None:
+            return
+        tried = self.rates.setdefault(problem.id, [0, 0])
+        tried[0] += judged
+        tried[1] += solved
+        self.back.pop(problem.id, None)
+        if self.rest and solved in (0, judged):
+            self.back[problem.id] = number + self.rest + 1
+
+    def _rests(self, problem: Problem, *, place: int) -> bool:
+        back = self.back.get(problem.id)
+        if back is None:
+            return False
+        number = self._pass(problem, place=place)
+        return number is not None and number < back
+
+    def _pass(self, problem: Problem, *, place: int) -> int | None:
+        """The number of the pass that a place lies in, from 0; None of problems made on demand."""
+        passed = self.task.epochs(place).get(problem.part)
+        return None if passed is None else int(passed)
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -78,7 +123,13 @@ class PromptOrder:
 
     def state_dict(self, *, unused: Sequence[int] = ()) -> dict[str, Any]:
         """Plain values. `unused`: places of problems that were taken, and are to be given once more."""
-        return {"place": self.place, "returned": [*unused, *self.returned], "order": self._identity()}
+        return {
+            "place": self.place,
+            "returned": [*unused, *self.returned],
+            "order": self._identity(),
+            "rates": {id: list(counts) for id, counts in self.rates.items()},
+            "back": dict(self.back),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["order"] != (ours := self._identity()):
@@ -88,6 +139,8 @@ class PromptOrder:
                 "order: restore them, or start from the weights with init_from"
             )
         self.place, self.returned = state["place"], list(state["returned"])
+        self.rates = {id: list(counts) for id, counts in state.get("rates", {}).items()}
+        self.back = dict(state.get("back", {}))
 
     def _identity(self) -> list[Any] | None:
         """What the order follows from: passes over each part at one place, and the first problem where all

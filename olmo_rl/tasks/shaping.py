@@ -6,7 +6,9 @@ import math
 
 from olmo_rl.config import RolloutsConfig
 from olmo_rl.tasks.rewards import Judged
+from olmo_rl.types import Sample
 
+ROUNDING = 1e-9  # of a verdict that a penalty was taken from and added to again
 PENALTY, VERIFIER = "length_penalty", "verifier"
 
 
@@ -31,3 +33,9 @@ def shaped(verdict: Judged, *, tokens: int, rollouts: RolloutsConfig) -> Judged:
         reward=verdict.reward + rollouts.length_penalty * penalty,
         parts={**(verdict.parts or known), PENALTY: penalty},
     )
+
+
+def verdict_of(sample: Sample, *, rollouts: RolloutsConfig) -> float:
+    """The reward without the length penalty; NaN where it is unknown."""
+    penalty = (sample.reward_parts or {}).get(PENALTY) or 0.0
+    return sample.reward - rollouts.length_penalty * penalty
