@@ -23,7 +23,6 @@ from olmo_rl.chosen_checkpoint import damaged_weights, settled
 from olmo_rl.config import RECIPES, Config, Recipe, register
 from olmo_rl.numbered_runs import (
     link_newest,
-    note_job,
     removed_if_empty,
     unchosen,
     with_directory,
@@ -41,6 +40,7 @@ from olmo_rl.overrides import (
 from olmo_rl.refusals import refusals
 from olmo_rl.refusals.runs import RUN_MARKS
 from olmo_rl.replaced_runs import recover, replaced
+from olmo_rl.requeued_runs import continued, is_requeued, kind_of, note_job
 from olmo_rl.run_lease import lease
 from olmo_rl.running.launchers import launched_rank, launched_world, rank_faults
 from olmo_rl.types import Refusal
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from olmo_rl.data.inputs import Inputs
 
 _launched_runs = itertools.count()  # of this process; all ranks of a launcher count alike
+RECORDED = (*RUN_MARKS, Recipe.export)  # recipes that a requeued job goes on with, or starts again
 UPCYCLING = (Recipe.train, Recipe.sft, Recipe.rollout)  # recipes that may start from upcycled weights
 
 
@@ -129,7 +130,7 @@ def prepared(config: Config) -> Iterator[Accepted]:
 
     run = next(_launched_runs)
     if launched_rank(os.environ):
-        if reasons := refusals(replace(config, run_dir="")):
+        if reasons := refusals(replace(config, run_dir="", ckpt_path=None)):  # which rank 0 settles
             raise Refusal(reasons)
         from olmo_rl.data.inputs import Inputs
 
@@ -151,8 +152,6 @@ def _owned(given: Config) -> Iterator[Accepted]:
             accepted = _accepted(without_links(config), stack=stack)
             config = accepted.config
             if config.run_dir and config.recipe in RUN_MARKS:
-                if not created:
-                    note_job(config.run_dir, environ=os.environ)
                 link_newest(Path(config.run_dir))
             yield accepted
     finally:
@@ -176,6 +175,8 @@ def _accepted(config: Config, *, stack: ExitStack) -> Accepted:
                     "ckpt_path=auto: the run in place is the one that an earlier overwrite=true was to "
                     "replace: give overwrite=true ckpt_path=null, or continue it with ckpt_path=last"
                 )
+    if config.run_dir and is_requeued(config.run_dir, kind=kind_of(config), environ=os.environ):
+        config = continued(config)
     if config.recipe is Recipe.validate:  # it reports all reasons itself
         if reasons:
             raise Refusal(reasons)
@@ -217,7 +218,7 @@ def run_recipe(accepted: Accepted) -> None:
     """Run the recipe of a valid configuration: on the ranks of this job, or here where it needs none."""
     config, recipe = accepted.config, RECIPES[accepted.config.recipe]
     arguments = {"inputs": accepted.inputs} if recipe.reads and accepted.inputs is not None else {}
-    with nullcontext() if launched_rank(os.environ) else replaced(config):
+    with nullcontext() if launched_rank(os.environ) else _in_place(config):
         if recipe.ranks:
             from olmo_rl.running.rank_process import Named
             from olmo_rl.running.ranks import run_ranks
@@ -226,6 +227,15 @@ def run_recipe(accepted: Accepted) -> None:
         else:
             module, _, function = recipe.entry.partition(":")
             getattr(importlib.import_module(module), function)(config, **arguments)
+
+
+@contextmanager
+def _in_place(config: Config) -> Iterator[None]:
+    """Put aside what this run replaces, and record the job whose files are in place from here on."""
+    with replaced(config):
+        if config.run_dir and config.recipe in RECORDED:
+            note_job(config.run_dir, kind=kind_of(config), environ=os.environ)
+        yield
 
 
 def typed_config(values: DictConfig, *, run_dir: str) -> Config:

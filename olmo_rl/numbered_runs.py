@@ -3,8 +3,8 @@
 `<name>` is the `run_name` of the experiment. A run directory that still awaits its number ends in `-*`; one
 process of a job chooses the number and hands the directory to all ranks. `outputs/<name>` is a link to the
 newest. `overwrite=true`, `ckpt_path=last` and `auto` take the newest directory of that name and recipe; a
-job that the scheduler requeued returns to the directory that it began. A number is taken by creating its
-directory, so that two jobs never get one. No torch.
+job that the scheduler requeued returns to the directory that it began (requeued_runs.py). A number is taken
+by creating its directory, so that two jobs never get one. No torch.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from olmo_rl.chosen_checkpoint import WITHOUT_EVALUATION, best_checkpoint
 from olmo_rl.complete_files import write_complete
 from olmo_rl.config import Config, Recipe
+from olmo_rl.requeued_runs import is_requeued, jobs_file, kind_of, note_job
+from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.run_lease import this_process
 from olmo_rl.types import Refusal
 
 UNCHOSEN = "-*"
 MARK = ".numbered"  # in every numbered directory: which kind of recipe began it
-JOBS = ".jobs"  # one line for every job of a scheduler that ran here
 WITHOUT_FILES = (Recipe.validate, Recipe.serve)
 
 T = TypeVar("T")
@@ -33,11 +34,6 @@ T = TypeVar("T")
 def unchosen(run_name: str, *, root: str | Path = "outputs") -> str:
     """Return the run directory of a run without a name of its own, whose number is not chosen yet."""
     return str(Path(root) / f"{run_name}{UNCHOSEN}")
-
-
-def kind_of(config: Config) -> str:
-    """Return the kind of a run: train and sft write the same files."""
-    return "train" if config.trains else config.recipe.value
 
 
 def with_directory(config: Config, *, environ: Mapping[str, str]) -> tuple[Config, bool]:
@@ -49,23 +45,32 @@ def with_directory(config: Config, *, environ: Mapping[str, str]) -> tuple[Confi
         return replace(config, run_dir=_followed(config.run_dir)), False
     if config.recipe in WITHOUT_FILES:
         return replace(config, run_dir=""), False
-    base = Path(config.run_dir.removesuffix(UNCHOSEN))
-    earlier = _earlier(base, kind=kind_of(config))
-    if (requeued := _of_this_job(earlier, environ=environ)) is not None:
-        return replace(config, run_dir=str(requeued)), False
-    if this_process(environ).restarts and (config.overwrite or config.ckpt_path == "auto"):
-        earlier = []  # runs of other commands: an earlier attempt of this one began none
-    if config.ckpt_path == "best":
+    base, kind = Path(config.run_dir.removesuffix(UNCHOSEN)), kind_of(config)
+    earlier = _earlier(base, kind=kind)
+    own = next((path for path in earlier if is_requeued(path, kind=kind, environ=environ)), None)
+    if own is not None:
+        earlier = earlier[: earlier.index(own)]
+    if config.ckpt_path == "best" and not (own is not None and complete_checkpoints(own)):
         found = best_checkpoint(earlier[-1]) if earlier else None
         if found is None:
             where = earlier[-1] if earlier else base
             raise Refusal(f"ckpt_path=best: {where}: {WITHOUT_EVALUATION}")
         config = replace(config, ckpt_path=str(found))
-    elif earlier and (config.overwrite or config.ckpt_path in ("last", "auto")):
-        return replace(config, run_dir=str(earlier[-1])), False
-    created = new_directory(base, kind=kind_of(config))
-    note_job(created, environ=environ)
+    elif own is None and earlier and _takes_newest(config, environ=environ):
+        own = earlier[-1]
+    if own is not None:
+        return replace(config, run_dir=str(own)), False
+    created = new_directory(base, kind=kind)
+    note_job(created, kind=kind, environ=environ)
     return replace(config, run_dir=str(created)), True
+
+
+def _takes_newest(config: Config, *, environ: Mapping[str, str]) -> bool:
+    """Whether a command without a name means the newest run. The newest one may be of another command since
+    a scheduler started this one first: a requeued job replaces none.
+    """
+    replaces = config.overwrite and not this_process(environ).restarts
+    return replaces or config.ckpt_path in ("last", "auto")
 
 
 def new_directory(base: Path, *, kind: str) -> Path:
@@ -91,9 +96,10 @@ def new_directory(base: Path, *, kind: str) -> Path:
 
 def removed_if_empty(path: Path) -> None:
     """Remove a directory that was created for a run which was refused before it wrote anything."""
-    if {entry.name for entry in path.iterdir()} <= {MARK, JOBS}:
-        for name in (MARK, JOBS):
-            (path / name).unlink(missing_ok=True)
+    ours = [path / MARK, *path.glob(jobs_file(path, kind="*").name)]
+    if {*path.iterdir()} <= {*ours}:
+        for file in ours:
+            file.unlink(missing_ok=True)
         path.rmdir()
         base = path.with_name(path.name.rpartition("-")[0])
         if base.is_symlink() and os.readlink(base) == path.name:
@@ -122,14 +128,6 @@ def link_newest(path: Path) -> None:
         fresh.replace(link)
     except OSError as error:  # a file system without links
         print(f"run directory: {path}; {link} cannot be a link, {error.strerror}", flush=True)
-
-
-def note_job(run_dir: str | Path, *, environ: Mapping[str, str]) -> None:
-    """Record which job of a scheduler owns a run directory, for its return after a requeue."""
-    owner = this_process(environ)
-    if owner.job is not None:
-        with (Path(run_dir) / JOBS).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(asdict(owner)) + "\n")
 
 
 def without_links(value: T) -> T:
@@ -178,23 +176,3 @@ def _kind(path: Path) -> str | None:
         return str(json.loads((path / MARK).read_text(encoding="utf-8"))["kind"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _of_this_job(directories: list[Path], *, environ: Mapping[str, str]) -> Path | None:
-    """The directory that this job owned before the scheduler requeued it."""
-    mine = this_process(environ)
-    if mine.job is None or mine.restarts == 0:
-        return None
-    for path in reversed(directories):
-        jobs = path / JOBS
-        if jobs.is_file() and any(_job(line) == mine.job for line in jobs.read_text().splitlines()):
-            return path
-    return None
-
-
-def _job(line: str) -> str | None:
-    try:
-        owner = json.loads(line)
-    except ValueError:  # a killed process left it unfinished
-        return None
-    return owner.get("job") if isinstance(owner, dict) else None

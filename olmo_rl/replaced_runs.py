@@ -1,10 +1,10 @@
 """What `overwrite=true` replaces: the earlier run stays until the new one has something to resume from.
 
 The files of the earlier run are moved to `.replaced-<recipe>` inside the run directory. They are deleted when
-the first checkpoint of the new run is complete; a recipe that saves no checkpoints deletes them when it ends
-well. A new run that is refused or dies before puts them back; where it was killed, the next command does.
-Files that the new run wrote until then are moved to `.ended-<recipe>`. Every step is a rename inside one
-directory, and each of them can be the last one of a killed process. No torch.
+the first checkpoint or collection of the new run is complete; a recipe that saves neither deletes them when
+it ends well. A new run that is refused or dies before puts them back; where it was killed, the next command
+does. Files that the new run wrote until then are moved to `.ended-<recipe>`. Every step is a rename inside
+one directory, and each of them can be the last one of a killed process. No torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from olmo_rl.config import Config
+from olmo_rl.config import Config, Recipe
 from olmo_rl.refusals.runs import run_files
+from olmo_rl.requeued_runs import jobs_file, kind_of
 from olmo_rl.run_directory import complete_checkpoints
 
 RESTORED = "the run that overwrite=true was to replace is in place again"
@@ -30,7 +31,7 @@ def replaced(config: Config) -> Iterator[None]:
         yield
         return
     aside, moving = _aside(config), _moving(config)
-    for path in run_files(config):
+    for path in _run_files(config):
         _move(path, moving)
     moving.rename(aside)
     try:
@@ -44,16 +45,16 @@ def replaced(config: Config) -> Iterator[None]:
 
 def recover(config: Config) -> bool:
     """Settle what an `overwrite=true` left that did not end well: delete the replaced run where the new one
-    has a complete checkpoint, else put it back. Return whether it was put back.
+    has a complete checkpoint or collection, else put it back. Return whether it was put back.
     """
     aside, moving = _aside(config), _moving(config)
     if aside.is_dir():
-        if config.trains and complete_checkpoints(config.run_dir):
+        if _stands(config):
             discard_replaced(config)
             return False
-        ended = Path(config.run_dir) / f".ended-{_kind(config)}"
+        ended = Path(config.run_dir) / f".ended-{kind_of(config)}"
         ended.mkdir(exist_ok=True)
-        for path in run_files(config):
+        for path in _run_files(config):
             _move(path, ended)
         aside.rename(moving)
         print(
@@ -82,17 +83,26 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _kind(config: Config) -> str:
-    return "train" if config.trains else config.recipe.value  # train and sft write the same names
+def _run_files(config: Config) -> list[Path]:
+    """The files of the run in place, and the jobs that wrote them."""
+    jobs = jobs_file(config.run_dir, kind=kind_of(config))
+    return [*run_files(config), *([jobs] if jobs.exists() else [])]
+
+
+def _stands(config: Config) -> bool:
+    """Whether the run in place has something to go on from."""
+    if config.recipe is Recipe.rollout:
+        return any(Path(config.run_dir).glob("rollouts/collection-*.parquet"))
+    return config.trains and bool(complete_checkpoints(config.run_dir))
 
 
 def _aside(config: Config) -> Path:
-    return Path(config.run_dir) / f".replaced-{_kind(config)}"
+    return Path(config.run_dir) / f".replaced-{kind_of(config)}"
 
 
 def _moving(config: Config) -> Path:
     """The directory that exists only while files move, either way."""
-    return Path(config.run_dir) / f".moving-{_kind(config)}"
+    return Path(config.run_dir) / f".moving-{kind_of(config)}"
 
 
 def _move(path: Path, directory: Path) -> None:

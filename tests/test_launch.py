@@ -143,9 +143,9 @@ def test_a_job_that_failed_keeps_its_exit_code_and_stays_out_of_the_queue(
     assert (tmp_path / "calls").read_text() == ""
 
 
-def test_a_job_that_came_back_resumes(cluster: dict[str, str], tmp_path: Path) -> None:
-    run_script(BATCH, "+experiment=x", **cluster, SLURM_RESTART_COUNT="1")
-    assert (tmp_path / "1").read_text().endswith("|train.py|+experiment=x|ckpt_path=auto|overwrite=false|")
+def test_a_job_that_came_back_is_given_the_same_command(cluster: dict[str, str], tmp_path: Path) -> None:
+    run_script(BATCH, "+experiment=x", "ckpt_path=a/step-1", **cluster, SLURM_RESTART_COUNT="1")
+    assert (tmp_path / "1").read_text().endswith("|train.py|+experiment=x|ckpt_path=a/step-1|")
 
 
 def test_slurm_is_asked_for_an_appended_log_a_signal_ahead_of_the_limit_and_leave_to_requeue() -> None:

@@ -103,29 +103,54 @@ def test_a_run_that_was_given_the_name_itself_is_continued_and_never_becomes_a_l
     assert not (tmp_path / "a").is_symlink()
 
 
+def job(number: str, *, restarts: int = 0) -> dict[str, str]:
+    """What SLURM sets in a job."""
+    return {"SLURM_JOB_ID": number, "SLURM_RESTART_COUNT": str(restarts)}
+
+
 def test_a_requeued_job_returns_to_its_directory_and_other_jobs_do_not(tmp_path: Path) -> None:
-    first = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "0"}
-    for job in ("77", "78"):
-        note_job(new_directory(tmp_path / "a", kind="train"), environ={**first, "SLURM_JOB_ID": job})
-    with (tmp_path / "a-2" / ".jobs").open("a") as lines:
+    for number in ("77", "78"):
+        note_job(new_directory(tmp_path / "a", kind="train"), kind="train", environ=job(number))
+    with (tmp_path / "a-2" / ".jobs-train").open("a") as lines:
         lines.write('{"job": "7')  # a process that was killed
-    again = {**first, "SLURM_RESTART_COUNT": "1"}
-    assert directory_of(asked(tmp_path, ckpt_path="auto"), environ=again) == "a-1"
-    assert directory_of(asked(tmp_path), environ=first) == "a-3", "another command of the same allocation"
+    again = job("77", restarts=1)
+    assert directory_of(asked(tmp_path), environ=again) == "a-1"
+    assert directory_of(asked(tmp_path), environ=job("77")) == "a-3", "another command of the same allocation"
     array = {"SLURM_JOB_ID": "78", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
     assert directory_of(asked(tmp_path), environ={**again, **array}) == "a-4"
     assert directory_of(asked(tmp_path, recipe=Recipe.rollout), environ=again) == "a-5"
 
 
-def test_a_requeued_job_without_a_directory_of_its_own_takes_none_of_another_command(tmp_path: Path) -> None:
+def test_two_commands_of_a_requeued_job_return_to_a_directory_each(tmp_path: Path) -> None:
+    assert [directory_of(asked(tmp_path), environ=job("77")) for _ in range(2)] == ["a-1", "a-2"]
+    for expected in ("a-1", "a-2", "a-3"):
+        again = job("77", restarts=1)
+        assert directory_of(asked(tmp_path), environ=again) == expected
+        note_job(tmp_path / expected, kind="train", environ=again)
+
+
+def test_a_requeued_job_that_had_begun_nothing_replaces_no_run_of_another_command(tmp_path: Path) -> None:
     directory_of(asked(tmp_path))
-    again = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"}
-    assert directory_of(asked(tmp_path, ckpt_path="auto"), environ=again) == "a-2"
+    again = job("77", restarts=1)
+    assert directory_of(asked(tmp_path, ckpt_path="auto"), environ=again) == "a-1"
+    assert directory_of(asked(tmp_path, overwrite=True), environ=again) == "a-2"
     directory_of(asked(tmp_path))
-    twice = {**again, "SLURM_RESTART_COUNT": "2"}
-    assert directory_of(asked(tmp_path, ckpt_path="auto"), environ=twice) == "a-2", "recorded when created"
-    other = {**again, "SLURM_JOB_ID": "78"}
-    assert directory_of(asked(tmp_path, overwrite=True), environ=other) == "a-4"
+    twice = job("77", restarts=2)
+    assert directory_of(asked(tmp_path, overwrite=True), environ=twice) == "a-2", "recorded when created"
+
+
+def test_a_requeued_job_that_had_not_saved_begins_again_from_the_best_of_the_run_before_it(
+    tmp_path: Path,
+) -> None:
+    best = save_checkpoint(new_directory(tmp_path / "a", kind="train"), step=2, accuracy=0.75)
+    asks = asked(tmp_path, ckpt_path="best")
+    first, _ = with_directory(asks, environ=job("77"))
+    save_checkpoint(new_directory(tmp_path / "a", kind="train"), step=9, accuracy=1.0)  # of another command
+    again, created = with_directory(asks, environ=job("77", restarts=1))
+    assert (again, created) == (first, False)
+    assert again.ckpt_path == str(best)
+    save_checkpoint(Path(first.run_dir), step=4, accuracy=0.5)
+    assert with_directory(asks, environ=job("77", restarts=1))[0].run_dir == first.run_dir
 
 
 def test_a_long_text_with_a_slash_is_no_path() -> None:

@@ -48,8 +48,6 @@ class SlurmSweep(SlurmLauncher):  # type: ignore[misc]
     def __call__(self, sweep_overrides: list[str], *arguments: Any) -> JobReturn:
         """One rank of one job."""
         overrides = [*sweep_overrides]
-        if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
-            overrides += ["ckpt_path=auto", "overwrite=false"]
         if int(os.environ.get("SLURM_PROCID", "0")) > 0:  # rank 0 writes the records of the run directory
             overrides += ["hydra.output_subdir=null"]
         try:
