@@ -73,3 +73,51 @@ show_failures() {
     done < <(grep -l -s -E 'Traceback|refused|Fatal|not moved' "$logs"/rank-*.log | head -n 3)
     echo "logs of the other ranks: $logs" >&2
 }
+
+# Start $ENGINES (1) engines of this host at ports from $PORT (8000) on, each in a process group of its own: $ENGINE with {port} and
+# {number} replaced. `engines`: their process groups. Engine N writes $1-N.log.
+start_engines() {
+    local log=$1 number port line
+    engines=()
+    for ((number = 0; number < ${ENGINES:-1}; number++)); do
+        port=$((${PORT:-8000} + number))
+        line=${ENGINE//\{port\}/$port}
+        setsid bash -c "exec ${line//\{number\}/$number}" >"$log-$number.log" 2>&1 &
+        engines+=($!)
+    done
+}
+
+# Print the addresses of the engines of a host.
+urls_of() {
+    local host=$1 number
+    for ((number = 0; number < ${ENGINES:-1}; number++)); do
+        echo "http://$host:$((${PORT:-8000} + number))"
+    done
+}
+
+# End all processes of `engines`: SIGTERM, and after ten seconds SIGKILL.
+end_engines() {
+    local pid alive
+    for pid in "${engines[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+    for _ in {1..50}; do
+        alive=0
+        for pid in "${engines[@]}"; do kill -0 -- "-$pid" 2>/dev/null && alive=1; done
+        ((alive)) || return 0
+        sleep 0.2
+    done
+    for pid in "${engines[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
+}
+
+# Wait until the engine at address $1, of process $2, answers /health before SECONDS is $3; else return 1 with the reason in `reason`.
+# shellcheck disable=SC2034  # the caller reads it
+await_engine() {
+    local url=$1 pid=$2 deadline=$3
+    local ask='import sys, urllib.request as r; r.build_opener(r.ProxyHandler({})).open(sys.argv[1] + "/health", timeout=5)'
+    until "${python[@]}" -c "$ask" "$url" 2>/dev/null; do
+        reason="ended before it answered /health"
+        kill -0 "$pid" 2>/dev/null || return 1
+        reason="did not answer /health within ${ENGINE_WAIT_SECONDS:-1800} seconds"
+        ((SECONDS < deadline)) || return 1
+        sleep 0.5
+    done
+}

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,9 +106,17 @@ class Cluster:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def submit(self, script: Path, *arguments: str, place: Path, options: tuple[str, ...] = ()) -> str:
-        """`sbatch` from the directory `place`; the id of the job."""
-        return self._run("sbatch", "--parsable", *options, str(script), *arguments, cwd=place).strip()
+    def submit(
+        self,
+        script: Path,
+        *arguments: str,
+        place: Path,
+        options: tuple[str, ...] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> str:
+        """`sbatch` from the directory `place` with further variables; the id of the job."""
+        command = ("sbatch", "--parsable", *options, str(script), *arguments)
+        return self._run(*command, cwd=place, environ=environ).strip()
 
     def job(self, job: str) -> dict[str, str]:
         """What `scontrol show job` prints of a job, or of one task of an array."""
@@ -138,9 +147,14 @@ class Cluster:
             assert time.monotonic() < deadline, f"{what} did not come"
             time.sleep(0.2)
 
-    def _run(self, *command: str, cwd: Path | None = None) -> str:
+    def _run(self, *command: str, cwd: Path | None = None, environ: Mapping[str, str] | None = None) -> str:
         done = subprocess.run(
-            command, env=self.environ, cwd=cwd or self.place, capture_output=True, text=True, timeout=120
+            command,
+            env={**self.environ, **(environ or {})},
+            cwd=cwd or self.place,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}: {done.stderr}"
         return done.stdout

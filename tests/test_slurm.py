@@ -22,9 +22,11 @@ from pathlib import Path
 import pytest
 from bounds import BOUND_SECONDS
 from slurm_cluster import LIVE, Cluster, missing_programs
+from test_with_engines import free_ports, listens
 
 from benchmarks.check_resume import contents, different, rows_of
 from olmo_rl.run_directory import checkpoint_path, complete_checkpoints
+from olmo_rl.running.metrics_csv import read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
@@ -378,6 +380,37 @@ def test_a_job_at_its_time_limit_saves_and_goes_on(
     assert after["ExitCode"] == "0:0", run.log(limited)
     assert "interrupted by SIGUSR1, saved after update 3" in run.log(limited)
     run.assert_equal(straight)
+
+
+def test_an_engine_on_a_node_of_its_own_serves_a_job_before_and_after_a_requeue(
+    cluster: Cluster, site: Path
+) -> None:
+    run = Run(cluster, site, "served")
+    run.watch.mkdir()
+    (run.watch / "hold-2").touch()
+    port = free_ports(1)
+    serve = f"{sys.executable} train.py {RUN[0]} recipe=serve serve.host=0.0.0.0 serve.port={{port}}"
+    environ = {"ENGINE": serve, "PORT": str(port)}
+    arguments = [one for one in RUN if not one.startswith("trainer.num_nodes")]
+    arguments += ["strategy=single", "rollouts=vllm", "run_name=served"]
+    arguments += [f"callbacks.extra=[{{_target_: slurm_hold.Hold, directory: {run.watch}}}]"]
+    script = ROOT / "launch" / "slurm.sbatch"
+    job = cluster.submit(script, *arguments, place=site, options=RESOURCES, environ=environ)
+    cluster.until(
+        lambda: (run.watch / "update-2").exists() or cluster.job(job)["JobState"] not in LIVE, "update 2"
+    )
+    assert cluster.job(job)["JobState"] == "RUNNING", run.log(job)
+    cluster.run("scancel", "--signal=USR1", job)  # to the engine too
+    run.release(2)
+    after = cluster.ended(job, restarts=1)
+    assert after["ExitCode"] == "0:0", run.log(job)
+    assert "interrupted by SIGUSR1, saved after update 2" in run.log(job)
+    assert [row["step"] for row in read_metrics(run.directory / "metrics.csv")] == [1, 2, 3, 4]
+    assert f"http://127.0.0.2:{port}" in (run.directory / ".hydra" / "overrides.yaml").read_text()
+    assert [path.name for path in site.glob(f"outputs/logs/slurm-{job}/engine-*")] == [
+        "engine-127.0.0.2-0.log"
+    ]
+    cluster.until(lambda: not listens(port), "the end of the engine")
 
 
 def strike(run: Run, job: str, *, chance: random.Random) -> str:
