@@ -22,7 +22,10 @@ from olmo_rl.run_directory import (
     checkpoint_fault,
     complete_checkpoints,
     named_checkpoints,
+    set_aside,
     step_of,
+    stored_version,
+    version_fault,
 )
 from olmo_rl.types import Refusal
 
@@ -30,11 +33,13 @@ WORDS = ("last", "auto", "best")  # of ckpt_path; everything else is a path
 CONTRACT = "training_contract_rank0.jsonl"
 
 
-def settled(config: Config) -> Config:
+def settled(config: Config, *, owned: bool = False) -> Config:
     """Return the configuration with `ckpt_path` as the path of one checkpoint whose files have their
     checksums, or null for a start. `auto` without a complete checkpoint sets aside what an attempt left.
 
-    Prints which damaged checkpoints are passed over. Raises Refusal where there is no such checkpoint.
+    Prints which damaged checkpoints are passed over. `owned`: this process owns the run directory, and
+    renames them, so that no later command takes one of them for whole. Raises Refusal where there is no such
+    checkpoint.
     """
     if config.ckpt_path is None:
         return config
@@ -47,7 +52,7 @@ def settled(config: Config) -> Config:
             return replace(config, ckpt_path=None, overwrite=True)
         config = replace(config, ckpt_path="last", init_from=None)
     if config.ckpt_path == "last":
-        return replace(config, ckpt_path=str(_newest(config)))
+        return replace(config, ckpt_path=str(_newest(config, owned=owned)))
     path = best_checkpoint(config.run_dir) if config.ckpt_path == "best" else Path(str(config.ckpt_path))
     if path is None:
         raise Refusal(f"ckpt_path=best: {config.run_dir}: {WITHOUT_EVALUATION}")
@@ -127,14 +132,20 @@ def _event(line: str) -> dict[str, Any] | None:
     return event if isinstance(event, dict) and {"event", "step"} <= event.keys() else None
 
 
-def _newest(config: Config) -> Path:
+def _newest(config: Config, *, owned: bool) -> Path:
     """Return the newest complete checkpoint whose files have their checksums, and print which are passed
-    over.
+    over. Raises Refusal where there is none, and where a newer one has another version.
     """
+    damaged: list[tuple[Path, str]] = []
     for path in reversed(named_checkpoints(config.run_dir)):
+        if (fault := version_fault(stored_version(path))) is not None:
+            raise Refusal(f"ckpt_path=last: {path}: {fault}, or give the path of another checkpoint")
         if (fault := checkpoint_fault(path, contents=True)) is None:
+            for other, reason in damaged:
+                kept = f" and renamed to {set_aside(other).name}" if owned else ""
+                print(f"{other} is damaged, {reason}: passed over{kept}", flush=True)
             return path
-        print(f"{path} is damaged, {fault}: passed over", flush=True)
+        damaged.append((path, fault))
     raise Refusal(
         f"ckpt_path=last: {checkpoint_directory(config.run_dir)} holds no complete checkpoint: "
         "start with ckpt_path=null overwrite=true, or give a path"

@@ -2,7 +2,7 @@
 
 The hidden name ends in `.partial`, so that no reader takes it for the file, and names the process, so that
 two processes that write the same file do not disturb each other. Checkpoints, which many processes write,
-have their own way (`run_directory.finish_checkpoint`).
+have their own way (`run_directory.finish_checkpoint`). A full disk is refused with numbers (full_disks.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from olmo_rl.full_disks import full_disks_refused
+
 
 @contextmanager
-def complete_file(path: Path) -> Iterator[Path]:
+def complete_file(path: Path, *, needed: int | None = None) -> Iterator[Path]:
     """Yield the path to write to; it becomes `path`, which it replaces, unless the block raises. Parents of
-    `path` are created.
+    `path` are created. `needed`: its bytes, for the report of a full disk.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
     try:
-        yield partial
-        partial.replace(path)
+        with full_disks_refused(path, needed=needed):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -35,10 +38,11 @@ def complete_directory(path: Path) -> Iterator[Path]:
     """
     partial = _partial(path)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
-        yield partial
-        partial.rename(path)
+        with full_disks_refused(path):
+            partial.mkdir(parents=True)
+            yield partial
+            partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 from olmo_rl.chosen_checkpoint import damaged_weights, settled
 from olmo_rl.config import RECIPES, Config, Recipe, register
+from olmo_rl.full_disks import full_disks_refused
 from olmo_rl.numbered_runs import (
     link_newest,
     removed_if_empty,
@@ -191,7 +192,7 @@ def _accepted(config: Config, *, stack: ExitStack) -> Accepted:
     findings = examine(config, reasons=reasons, keep=True)
     if reasons := findings.reasons or faults_of_code(config):
         raise Refusal(reasons)
-    config = settled(config)
+    config = settled(config, owned=True)
     if config.upcycle.dense is not None and config.recipe in UPCYCLING:
         from olmo_rl.running.rank_process import ended_by_signals
         from olmo_rl.running.upcycled import upcycled
@@ -226,7 +227,8 @@ def run_recipe(accepted: Accepted) -> None:
             run_ranks(Named(name=recipe.entry, arguments=arguments), config)
         else:
             module, _, function = recipe.entry.partition(":")
-            getattr(importlib.import_module(module), function)(config, **arguments)
+            with full_disks_refused(config.run_dir):
+                getattr(importlib.import_module(module), function)(config, **arguments)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ No torch: the table of refusals reads this too.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -58,10 +57,29 @@ def complete_checkpoints(run_dir: str | Path) -> list[Path]:
     return [path for path in named_checkpoints(run_dir) if checkpoint_fault(path) is None]
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint to `step-<n>.damaged`, so that nothing counts it or deletes it; return its
+    new path. One process of the job that owns the run directory calls it.
+    """
+    aside, number = checkpoint.with_name(f"{checkpoint.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")
+    return checkpoint.rename(aside)
+
+
+def stored_version(checkpoint: Path) -> object:
+    """Return the version in the manifest of a checkpoint; that of the oldest ones where it cannot be read."""
+    try:
+        return json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")).get("version", 0)
+    except (OSError, ValueError, AttributeError):
+        return 0
+
+
 def prune_checkpoints(run_dir: str | Path, *, keep: int, newest: Path, best: Path | None = None) -> None:
     """Delete all but the `keep` newest complete checkpoints up to `newest`, which was just saved, and the
-    `best` one, and damaged ones older than those. Later ones were passed over as damaged: they do not count,
-    and stay. Each loses its name first: one that is deleted in part is never taken for a checkpoint.
+    `best` one, and damaged ones older than those. Later ones do not count, and stay. Each loses its name
+    first: one that is deleted in part is never taken for a checkpoint.
     """
     kept = [path for path in complete_checkpoints(run_dir) if step_of(path) <= step_of(newest)][-keep:]
     for path in named_checkpoints(run_dir):
@@ -168,38 +186,6 @@ def finish_checkpoint(scratch: Path, *, final: Path) -> None:
     _to_disk(scratch)
     scratch.rename(final)
     _to_disk(final.parent)
-
-
-def disk_full(error: BaseException, *, directory: Path, needed: int) -> str | None:
-    """Return a sentence about the disk that a failed save ran out of, None where it failed for another
-    reason. `needed`: bytes of the checkpoint. Writers of torch do not always report the system's reason: free
-    space below what was needed counts too.
-    """
-    free = shutil.disk_usage(directory).free
-    full = any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for cause in causes(error))
-    if not full and free >= needed:
-        return None
-    mount = directory.resolve()
-    while not mount.is_mount():
-        mount = mount.parent
-    return (
-        f"disk full: a checkpoint in {directory} needs {needed / 2**20:,.0f} MiB, {mount} has "
-        f"{free / 2**20:,.0f} MiB free"
-    )
-
-
-def causes(error: BaseException) -> list[BaseException]:
-    """Return an error and everything that it was raised from, of several ranks too."""
-    found, left = [], [error]
-    while left:
-        one = left.pop()
-        found.append(one)
-        left += [
-            cause for cause in (one.__cause__, one.__context__) if cause is not None and cause not in found
-        ]
-        failures = getattr(one, "failures", {})  # torch's CheckpointException: rank -> (error, traceback)
-        left += [failure[0] for failure in failures.values() if failure[0] not in found]
-    return found
 
 
 def whole_lines(path: Path) -> None:

@@ -814,6 +814,34 @@ def test_a_later_checkpoint_that_was_passed_over_as_damaged_is_not_kept_instead_
     assert settled(config).ckpt_path == str(saved)
 
 
+def test_damaged_checkpoints_are_renamed_by_the_owner_of_the_run_and_never_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(tmp_path / "run", files(FILES))
+    config = file_config(tmp_path / "run", updates=2, interval=1)
+    library.run(config)
+    saved = tmp_path / "run" / "checkpoints" / "step-2"
+    whole = (saved / "__0_0.distcp").read_bytes()
+    for aside in ("step-2.damaged", "step-2.damaged-2"):
+        (saved / "__0_0.distcp").write_bytes(whole[:-1] + b"!")
+        capsys.readouterr()
+        library.run(resumed(config, updates=2))
+        assert f"checksum: passed over and renamed to {aside}\n" in capsys.readouterr().out
+        assert (saved.with_name(aside) / "__0_0.distcp").read_bytes() == whole[:-1] + b"!"
+        assert checkpoint_fault(saved, contents=True) is None
+    assert names(tmp_path / "run") == ["step-1", "step-2", "step-2.damaged", "step-2.damaged-2"]
+
+
+def test_a_newer_checkpoint_of_another_version_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, step=1)
+    newest = write_checkpoint(tmp_path, step=2)
+    manifest = json.loads((newest / MANIFEST).read_text())
+    (newest / MANIFEST).write_text(json.dumps(manifest | {"version": FORMAT_VERSION + 1}))
+    with pytest.raises(Refusal, match=r"ckpt_path=last: .*step-2: its format has version 2"):
+        settled(Config(run_dir=str(tmp_path), ckpt_path="auto"), owned=True)
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
 def write_evaluations(run_dir: Path, values: dict[int, float | None], *, name: str = "accuracy") -> None:
     lines = [{"event": "evaluation", "step": step, name: value} for step, value in values.items()]
     log = run_dir / "training_contract_rank0.jsonl"

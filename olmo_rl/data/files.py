@@ -20,7 +20,7 @@ from olmo_rl.data.json_lines import parse_line
 from olmo_rl.data.metadata import Metadata, describe, metadata_of, unknown_name
 from olmo_rl.data.parquet import first_has, read_parquet, write_parquet
 from olmo_rl.data.validation import check_sample, checked_routes
-from olmo_rl.types import Collection, ExpertLayout, Refusal, Sample
+from olmo_rl.types import FIELDS, Collection, ExpertLayout, Refusal, Sample
 
 SUFFIXES = (".parquet", ".jsonl")
 _REPORTED = 20  # faults named one by one; the rest is counted
@@ -163,7 +163,9 @@ def write_collection(collection: Collection, path: str | Path) -> None:
                 checked_routes(sample.routes, tokens=len(sample), layout=collection.layout)
         except Refusal as refusal:
             raise Refusal([f"{path}: sample {sample.id!r}: {reason}" for reason in refusal.reasons]) from None
-    with complete_file(path) as partial:
+    values = (getattr(sample, field.name) for sample in collection.samples for field in FIELDS)
+    needed = sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+    with complete_file(path, needed=needed) as partial:
         (write_parquet if path.suffix == ".parquet" else _write_jsonl)(collection, partial)
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from olmo_rl.complete_files import complete_directory
+from olmo_rl.full_disks import full_disks_refused
 from olmo_rl.hf.json_files import read_json
 from olmo_rl.hf.names import Piece, refuse_mismatches
 from olmo_rl.types import Refusal
@@ -172,7 +173,8 @@ def write_directory(
         total = 0
         for number, shard in enumerate(shards, start=1):
             name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            save_file(shard, scratch / name, metadata={"format": "pt"})
+            with full_disks_refused(scratch / name, needed=sum(tensor.nbytes for tensor in shard.values())):
+                save_file(shard, scratch / name, metadata={"format": "pt"})
             os.chmod(scratch / name, mode)  # safetensors makes it readable for the owner alone
             placed |= dict.fromkeys(shard, name)
             total += sum(tensor.nbytes for tensor in shard.values())

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-from olmo_rl.run_directory import causes
+from olmo_rl.full_disks import causes
 from olmo_rl.types import Refusal
 
 METADATA = ".metadata"

@@ -192,7 +192,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write whole weights as one safetensors file: complete or absent."""
-    with complete_file(path) as partial:
+    with complete_file(path, needed=sum(tensor.nbytes for tensor in weights.values())) as partial:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, partial)
 
 

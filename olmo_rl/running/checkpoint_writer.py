@@ -30,16 +30,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from olmo_rl.chosen_checkpoint import best_checkpoint
 from olmo_rl.config import Config
+from olmo_rl.full_disks import causes, disk_full
 from olmo_rl.policy.stored_checkpoint import PLAIN_STATE
 from olmo_rl.replaced_runs import discard_replaced
 from olmo_rl.run_directory import (
     SCRATCH,
-    causes,
     checkpoint_path,
     complete_checkpoints,
-    disk_full,
     finish_checkpoint,
     prune_checkpoints,
+    set_aside,
 )
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import RankFailed, Refusal
@@ -159,7 +159,7 @@ class CheckpointWriter:
             return
         (snapshot.scratch / PLAIN_STATE).write_bytes(snapshot.plain)
         if snapshot.final.exists():  # damaged: a complete one would have been resumed from
-            shutil.rmtree(snapshot.final)
+            set_aside(snapshot.final)
         finish_checkpoint(snapshot.scratch, final=snapshot.final)
         discard_replaced(self._config)
         run_dir, keep = self._config.run_dir, self._config.callbacks.keep_checkpoints

@@ -8,11 +8,9 @@ Torch is imported where it is used: a process pays for what its part needs.
 from __future__ import annotations
 
 import ctypes
-import errno
 import faulthandler
 import importlib
 import os
-import shutil
 import signal
 import stat
 import sys
@@ -21,13 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, cast
 
 from olmo_rl.config import Config
+from olmo_rl.full_disks import full_disks_refused
 from olmo_rl.run_directory import EXIT_INTERRUPTED
-from olmo_rl.types import Interrupted, Refusal
+from olmo_rl.types import Interrupted
 
 Entry = Callable[[Config], None]
 
@@ -110,25 +108,6 @@ def call(entry: Entry | Named, config: Config) -> None:
         if isinstance(end, Interrupted) or end.code == EXIT_INTERRUPTED:
             raise
         raise RuntimeError(f"something that this job called ended the process: sys.exit({end.code})") from end
-
-
-@contextmanager
-def full_disks_refused(run_dir: str) -> Iterator[None]:
-    """Raise Refusal, with numbers, where a block finds no space on a disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        where = Path(error.filename or run_dir or ".")
-        place = next(path for path in (where, *where.absolute().parents) if path.is_dir())
-        usage = shutil.disk_usage(place)
-        quota = " of this user (a quota)" if error.errno == errno.EDQUOT else ""
-        raise Refusal(
-            f"disk full: {where} cannot be written, {usage.free / 2**20:,.0f} of "
-            f"{usage.total / 2**20:,.0f} MiB are free there{quota}: free space, and give the command again "
-            "with ckpt_path=auto"
-        ) from error
 
 
 def imported(entry: Entry | Named) -> Entry:
