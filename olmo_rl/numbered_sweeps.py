@@ -1,5 +1,6 @@
 """A numbered run directory for a sweep that is not named: Hydra calls this before all jobs. It is never taken
-for a run: `ckpt_path=last`, `auto` and `overwrite=true` look for directories of runs.
+for a run: `ckpt_path=last`, `auto` and `overwrite=true` look for directories of runs. After all jobs, what
+refused ones left empty is removed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 from typing_extensions import override
 
-from olmo_rl.numbered_runs import WITHOUT_FILES, link_newest, new_directory
+from olmo_rl.numbered_runs import MARK, WITHOUT_FILES, link_newest, new_directory, removed_if_empty
 from olmo_rl.overrides import is_named, sets
 from olmo_rl.running.launchers import launched_rank, launched_world
 from olmo_rl.types import Refusal
+
+RECORD = "multirun.yaml"  # which Hydra writes before the jobs
 
 
 class NumberedSweep(Callback):
@@ -44,6 +47,18 @@ class NumberedSweep(Callback):
         with read_write(config.hydra), open_dict(config.hydra):
             overrides.hydra.append(f"hydra.sweep.dir='{directory}'")
             config.hydra.sweep.dir = str(directory)
+
+    @override
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        directory = Path(str(config.hydra.sweep.dir))
+        if not directory.is_dir():
+            return
+        for job in [path for path in directory.iterdir() if path.is_dir() and not any(path.iterdir())]:
+            job.rmdir()
+        record = directory / RECORD
+        if {path.name for path in directory.iterdir()} <= {MARK, RECORD}:
+            record.unlink(missing_ok=True)
+            removed_if_empty(directory) if (directory / MARK).is_file() else directory.rmdir()
 
 
 def _refuse(*reasons: str) -> NoReturn:

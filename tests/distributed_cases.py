@@ -390,6 +390,8 @@ def publish(rank: Rank, *, name: str, block_norms: BlockNorms) -> None:
             written[version] = digest({name: found[name] for name, _ in decoder.named_parameters()})
         return metrics
 
+    killed = Path(config.run_dir) / "published" / ".step-1.4242.partial"  # of a run that ended inside it
+    killed.mkdir(parents=True, exist_ok=True)
     module = PolicyModule(config, objective=POLICY)
     module.publish = note
     data = RolloutDataModule(config, source=FileSource(config))

@@ -49,6 +49,31 @@ def test_an_entry_compiled_from_other_sources_of_the_package_is_compiled_anew(tm
     assert count(tmp_path, "16") == [right, "0"]
 
 
+def test_a_cut_file_of_the_cache_is_written_again(tmp_path: Path) -> None:
+    """Pickle raised in every later run."""
+    right = "[4, 2, 0]"
+    assert count(tmp_path, "16") == [right, "0"]
+    for suffix, share in (("nbc", 0.0), ("nbc", 0.5), ("nbi", 0.5)):
+        (file,) = tmp_path.rglob(f"numba_kernels.count_kernel*.{suffix}")
+        data = file.read_bytes()
+        file.write_bytes(data[: int(share * len(data))])
+        assert count(tmp_path, "16") == [right, "0"], (suffix, share)
+    assert count(tmp_path, "16") == [right, "1"]
+
+
+def test_a_full_disk_under_the_cache_is_warned_of_and_ends_nothing(tmp_path: Path) -> None:
+    full = """
+import errno, os
+from numba.core import caching
+def fails(*_): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+caching.IndexDataCacheFile.save = fails
+import warnings
+warnings.simplefilter("error")
+warnings.filterwarnings("default", message=".*a compiled kernel cannot be kept, No space left on device")
+"""
+    assert count(tmp_path, "16", before=full) == ["[4, 2, 0]", "0"]
+
+
 def test_every_source_of_the_package_counts(tmp_path: Path) -> None:
     package = tmp_path / "planning"
     shutil.copytree(Path(kernel_cache.__file__).parent, package)

@@ -319,6 +319,11 @@ def test_a_sweep_gets_a_directory_of_its_own_that_is_never_taken_for_a_run(
     assert os.readlink(outputs / "packed_moe") == "packed_moe-3"
     config = replace(asked(tmp_path), run_dir=unchosen("packed_moe", root=outputs))
     assert directory_of(replace(config, recipe=Recipe.plan, overwrite=True)) == "packed_moe-1"
+    refused = ["batch.samples_per_step=-1,-2"]
+    assert run_command([*sweep, *refused]) == 2
+    assert run_command([*sweep, *refused, "run_name=mine"]) == 2
+    assert sorted(path.name for path in outputs.iterdir()) == sorted(names)
+    assert os.readlink(outputs / "packed_moe") == "packed_moe-3"
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     Path("outputs").touch()

@@ -115,8 +115,11 @@ class Publication:
         return str(path)
 
     def _drop_the_oldest(self) -> None:
-        """One that an engine still has open on another node goes the next time."""
+        """Delete all but the newest, and what killed runs were writing: this process owns the directory. One
+        that an engine still has open on another node goes the next time.
+        """
         published = list(self._directory.glob("step-*"))
         with suppress(OSError):
-            for old in sorted(published, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            oldest = sorted(published, key=lambda path: path.stat().st_mtime)[:-KEPT]
+            for old in (*oldest, *self._directory.glob(".step-*")):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
