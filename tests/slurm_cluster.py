@@ -21,6 +21,8 @@ from pathlib import Path
 
 from bounds import BOUND_SECONDS
 
+from olmo_rl.run_lease import started
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 LIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")  # states of a job that may go on
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -70,6 +72,7 @@ class Cluster:
 
     place: Path
     environ: dict[str, str] = field(default_factory=dict)
+    _known: set[int] = field(default_factory=set)
 
     def start(self) -> None:
         """Start all daemons, and wait until both nodes are idle."""
@@ -89,19 +92,25 @@ class Cluster:
         self._run("slurmctld", "-c")
         for node in NODES:
             self._run("slurmd", "-N", node)
+        self.until(lambda: len(self._daemons()) == 2 + len(NODES), "all daemons")
         self.until(lambda: self._run("sinfo", "-h", "-o", "%t %D").strip() == "idle 2", "two idle nodes")
+
+    def _daemons(self) -> set[int]:
+        """The daemons that have written their files of process ids, now or before."""
+        texts = [path.read_text().strip() for path in self.place.glob("*.pid")]
+        self._known |= {int(text) for text in texts if text}
+        return self._known
 
     def stop(self) -> None:
         """End every job, then every daemon that was started here."""
-        with suppress(AssertionError):
+        with suppress(AssertionError, OSError):
             self._run("scancel", "--full", f"--user={getpass.getuser()}")
             self.until(lambda: not self._run("squeue", "-h", "-t", "R,CG").strip(), "no running job")
-        for path in self.place.glob("*.pid"):
-            pid = int(path.read_text())
+        for pid in self._daemons():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + 20
-            while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            while started(pid) is not None and time.monotonic() < deadline:
                 time.sleep(0.1)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -113,10 +113,15 @@ class Run:
             options=(*RESOURCES, *options),
         )
 
-    def reached(self, update: int) -> None:
-        self.cluster.until(
-            lambda: (self.watch / f"update-{update}").exists(), f"update {update} of {self.name}"
-        )
+    def reached(self, update: int, *, job: str) -> None:
+        """Wait for an update of this job, which must not end before."""
+
+        def there() -> bool:
+            live = self.cluster.job(job)["JobState"] in LIVE
+            assert live or self.cluster.job(job)["JobState"] == "COMPLETED", self.log(job)
+            return (self.watch / f"update-{update}").exists()
+
+        self.cluster.until(there, f"update {update} of {self.name}")
 
     def release(self, update: int) -> None:
         (self.watch / f"hold-{update}").unlink()
@@ -168,7 +173,7 @@ def test_a_job_that_is_requeued_goes_on(
 ) -> None:
     run = make_run("requeued")
     job = run.submit(hold=3)
-    run.reached(3)
+    run.reached(3, job=job)
     cluster.run("scontrol", "requeue", job)
     run.release(3)
     after = cluster.ended(job, restarts=1)
@@ -181,7 +186,7 @@ def test_a_job_that_is_requeued_before_it_has_saved_starts_from_the_path_of_its_
 ) -> None:
     run, before = make_run("branch"), checkpoint_path(straight, step=UPDATES - 1)
     job = run.submit(f"ckpt_path={before}", hold=UPDATES)
-    run.reached(UPDATES)
+    run.reached(UPDATES, job=job)
     cluster.run("scontrol", "requeue", job)
     run.release(UPDATES)
     after = cluster.ended(job, restarts=1)
@@ -224,7 +229,7 @@ def test_a_cancelled_job_stays_out_of_the_queue_and_has_saved(
 ) -> None:
     run = make_run("cancelled")
     job = run.submit(hold=2)
-    run.reached(2)
+    run.reached(2, job=job)
     cluster.run("scancel", job)
     after = cluster.ended(job)
     assert (after["JobState"], after["Restarts"]) == ("CANCELLED", "0")
@@ -239,7 +244,7 @@ def test_a_killed_rank_ends_its_job_and_loses_no_checkpoint(
 ) -> None:
     run = make_run("killed")
     job = run.submit(hold=3)
-    run.reached(3)
+    run.reached(3, job=job)
     os.kill(int((run.watch / "pid1").read_text()), signal.SIGKILL)
     run.release(3)
     after = cluster.ended(job)
@@ -257,7 +262,7 @@ def test_a_second_job_on_one_name_is_refused_by_name(
 ) -> None:
     run = make_run("double")
     first = run.submit(hold=2)
-    run.reached(2)
+    run.reached(2, job=first)
     second = run.submit("overwrite=true")
     assert cluster.ended(second)["ExitCode"] == "2:0"
     assert "in use by process" in run.log(second)
@@ -271,8 +276,8 @@ def test_a_rank_that_stands_still_is_named_before_its_job_ends(
     make_run: Callable[[str], Run], cluster: Cluster, straight: Path
 ) -> None:
     run = make_run("stopped")
-    job = run.submit("strategy.timeout_seconds=25", hold=3)
-    run.reached(3)
+    job = run.submit(hold=3)
+    run.reached(3, job=job)
     cluster.until((run.watch / "pid1").exists, "rank 1 at update 3")
     os.kill(int((run.watch / "pid1").read_text()), signal.SIGSTOP)
     run.release(3)
@@ -396,10 +401,7 @@ def test_an_engine_on_a_node_of_its_own_serves_a_job_before_and_after_a_requeue(
     arguments += [f"callbacks.extra=[{{_target_: slurm_hold.Hold, directory: {run.watch}}}]"]
     script = ROOT / "launch" / "slurm.sbatch"
     job = cluster.submit(script, *arguments, place=site, options=RESOURCES, environ=environ)
-    cluster.until(
-        lambda: (run.watch / "update-2").exists() or cluster.job(job)["JobState"] not in LIVE, "update 2"
-    )
-    assert cluster.job(job)["JobState"] == "RUNNING", run.log(job)
+    run.reached(2, job=job)
     cluster.run("scancel", "--signal=USR1", job)  # to the engine too
     run.release(2)
     after = cluster.ended(job, restarts=1)
