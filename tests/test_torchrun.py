@@ -36,11 +36,30 @@ time.sleep(0.5)  # saving
 (place / f"seen{rank}").write_text(str([int(number) for number in seen]))
 sys.exit(75)
 """
+STILL = """
+import os, sys, time
+from pathlib import Path
+from olmo_rl import progress
+from olmo_rl.running import heartbeat
+
+heartbeat.STOPPED_SECONDS = 3.0
+place, rank = Path(sys.argv[1]), os.environ["RANK"]
+with heartbeat.beating(str(place), environ=os.environ, watches=True):
+    while not (place / ".heartbeat" / f"rank-{rank}").exists():
+        time.sleep(0.02)
+    progress.note_update(12, packs=5)
+    while "update 12" not in (place / ".heartbeat" / f"rank-{rank}").read_text():
+        time.sleep(0.02)
+    (place / f"part{rank}").write_text(str(os.getpid()))
+    (place / f"part{rank}").rename(place / f"pid{rank}")
+    while not (place / "end").exists():
+        time.sleep(0.02)
+"""
 
 
-def launch(place: Path) -> subprocess.Popen[str]:
-    """Two ranks under the launcher, which run `RANK`."""
-    (place / "rank.py").write_text(RANK)
+def launch(place: Path, *, program: str = RANK) -> subprocess.Popen[str]:
+    """Two ranks under the launcher, which run a program."""
+    (place / "rank.py").write_text(program)
     command = [sys.executable, "-m", "olmo_rl.running.torchrun", "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=localhost:0", f"--rdzv-id={place.name}", "--nproc-per-node=2", "--no-python"]
     command += [str(ROOT / "launch" / "rank.sh"), sys.executable, str(place / "rank.py"), str(place)]
@@ -120,3 +139,22 @@ def test_the_exit_code_and_the_reason_of_a_rank_are_those_of_the_job(tmp_path: P
     assert "rank-1.log:" in err
     assert "Traceback: the reason" in err
     assert all(map(ended, pids))
+
+
+def test_a_rank_that_is_stopped_is_named_by_another_rank(tmp_path: Path) -> None:
+    process = launch(tmp_path, program=STILL)
+    _, stopped = pids_of(tmp_path)
+    os.kill(stopped, signal.SIGSTOP)
+    assert process.stderr is not None
+    try:
+        lines = iter(process.stderr.readline, "")  # `end_of` bounds a launcher that ends without the line
+        line = next(line for line in lines if line.startswith("rank 1 has not moved"))
+        assert " since update 12, phase start, in " in line
+        assert line.endswith(f"(process {stopped}, stopped by a signal)\n")
+        os.kill(stopped, signal.SIGCONT)
+        assert next(lines) == "rank 1 moves again: update 12, phase start\n"
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+        (tmp_path / "end").touch()
+        end_of(process)
+    assert process.returncode == 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from safetensors.torch import load_file
 from training_cases import LAYOUT, MODEL, config_of, fit, identical, masked, samples_of, write_files
 
@@ -38,10 +39,10 @@ from olmo_rl.hf.writing import export_hf
 from olmo_rl.library import run
 from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.weights import load_weights
-from olmo_rl.run_directory import complete_checkpoints
+from olmo_rl.run_directory import complete_checkpoints, sha256_of
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.ranks import run_ranks
-from olmo_rl.running.warm_start import code_digest, warm_start
+from olmo_rl.running.warm_start import _whole, code_digest, warm_start
 from olmo_rl.types import Sample, Topology
 
 WARM = WarmStartConfig(steps=2, lr=5e-3, samples_per_step=6)
@@ -111,6 +112,23 @@ def test_cached_weights_that_changed_are_made_again(trained: Config, tmp_path: P
     again = warmed(replace(trained, run_dir=str(tmp_path / "run"), cache_dir=str(tmp_path / "cache")))
     assert again == str(mine)
     assert mine.read_bytes() == path.read_bytes()
+
+
+def warm_at_once(rank: int, world: int, directory: str) -> None:
+    """One of two runs that make one warm start at the same time."""
+    path = warmed(warm_config(Path(directory) / f"run{rank}", cache=Path(directory) / "cache"))
+    weights_of(str(path))
+    (Path(directory) / f"found{rank}").write_text(sha256_of([Path(str(path))])[0])
+
+
+def test_two_runs_that_make_one_warm_start_at_once_find_the_same_whole_weights(tmp_path: Path) -> None:
+    run_program(tmp_path, "test_warm_start:warm_at_once*2")
+    (path,) = cached(tmp_path / "cache")
+    assert _whole(path)
+    digest = sha256_of([path])[0]
+    assert [(tmp_path / f"found{rank}").read_text() for rank in (0, 1)] == [digest, digest]
+    names = sorted(file.name for file in path.parent.iterdir())
+    assert names == [f"{path.stem}.safetensors", f"{path.stem}.sha256"], "nothing half"
 
 
 def test_an_equal_configuration_uses_the_cached_weights_and_says_so(
