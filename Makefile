@@ -28,7 +28,7 @@ test: $(VENV)/.dev
 		--dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-services: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/test_slurm.py $(ARGS)
 
 test-engines: $(VENV)/.dev $(VLLM)/.complete $(WHEELS)/.complete
 	$(BIN)/python tests/engine_schemas/generate.py $(WHEELS)/*.whl

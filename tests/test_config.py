@@ -100,6 +100,11 @@ def test_files_as_source_leave_nothing_of_the_local_engine_behind() -> None:
         assert config.rollouts == RolloutsConfig(source=Source.files, path="somewhere")
 
 
+def test_every_experiment_saves_every_fifteen_minutes() -> None:
+    for experiment in GROUPS["experiment"]:
+        assert compose(f"+experiment={experiment}").callbacks.checkpoint_minutes == 15
+
+
 def test_another_choice_of_a_group_leaves_nothing_of_the_experiments_choice_behind() -> None:
     config = compose("+experiment=packed_moe", "packing=none", "strategy=single", "trainer=cpu")
     assert config.packing == PackingConfig(kind=PackingKind.none)

@@ -178,6 +178,17 @@ def test_the_link_leads_to_the_newest_and_a_run_that_reads_through_it_keeps_its_
     )
 
 
+@pytest.mark.parametrize("argument", ["run_name=../../x", "++run_name=../../x", "+run_name=/tmp/x"])
+def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    place = tmp_path / "a" / "b"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    assert run_command(["+experiment=packed_moe", "recipe=plan", argument]) == 2
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "b"]
+
+
 def test_a_second_command_is_not_refused_and_a_refused_one_leaves_nothing(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     write_files(tmp_path / "run", files(1))
