@@ -158,8 +158,8 @@ def straight(cluster: Cluster, site: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, site: Path, straight: Path) -> str:
-    """A job that waits for its time limit, between 45 and 105 seconds after its start, beside other tests."""
-    return Run(cluster, site, "limit").submit(hold=3, options=("--time=2", "--signal=USR1@15"))
+    """A job that waits for its time limit, between 105 and 165 seconds after its start, beside other tests."""
+    return Run(cluster, site, "limit").submit(hold=3, options=("--time=3", "--signal=USR1@15"))
 
 
 def test_a_job_logs_rank_0_and_keeps_the_other_ranks_apart(site: Path, straight: Path, limited: str) -> None:
