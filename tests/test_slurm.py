@@ -158,7 +158,7 @@ def straight(cluster: Cluster, site: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, site: Path, straight: Path) -> str:
-    """A job that waits for its time limit, between 105 and 165 seconds after its start, beside other tests."""
+    """A job that waits for its time limit, 105 to 165 seconds after its start, beside other tests."""
     return Run(cluster, site, "limit").submit(hold=3, options=("--time=3", "--signal=USR1@15"))
 
 
