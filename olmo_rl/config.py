@@ -820,7 +820,23 @@ class BalanceConfig:
     max_destination_load: int | None = key(
         None, "assignments of one EP rank in one layer of one column", min=1, needs=_BALANCES
     )
-    overlap: bool = key(True, "plan the next step, or file, while this one trains", needs=_BALANCES)
+    overlap: bool = key(
+        True,
+        "plan the next step, or file, while this one trains",
+        needs=Needs(
+            lambda c: c.balanced or c.lends,
+            "with balance=none and balance.guests=0",
+            "choose balance=reference or balance=anneal, or set balance.guests",
+            planning=True,
+        ),
+    )
+    guests: int = key(
+        0,
+        "slots of every rank and layer in which it computes a share of another rank's experts",
+        min=0,
+        max=2,
+        needs=_ROUTERS,
+    )
     cost_model: str | None = key(
         None, "recipe=plan: file of benchmarks.fit_cost_model, predicts seconds", needs=_PLANS
     )
@@ -1297,6 +1313,11 @@ class Config:
     def balanced(self) -> bool:
         """Whether the planner arranges batches."""
         return self.balance.kind is not BalanceKind.none
+
+    @property
+    def lends(self) -> bool:
+        """Whether ranks compute shares of other ranks' experts."""
+        return self.balance.guests > 0
 
     @property
     def padding(self) -> Padding:

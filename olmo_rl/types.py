@@ -289,16 +289,42 @@ class SearchLog:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Loan:
+    """A share of one expert in one layer: guest slot `slot` of EP rank `host` computes the rows whose hash
+    lies in [`first`, `below`), of 65,536. The first share of an expert starts at 0, each further one where
+    the one before it ends; the expert's owner computes the rest.
+    """
+
+    expert: int
+    host: int
+    slot: int
+    first: int
+    below: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lending:
+    """The loans of one optimizer step, by routed layer in the order of `ExpertLayout.routed_layers`. Every EP
+    rank has `guests` guest slots in every layer.
+    """
+
+    guests: int
+    layers: tuple[tuple[Loan, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackPlan:
     """One optimizer step: `packs[rank][column]` is a tuple of positions into the step's sample list.
 
     `search` is None where the order of arrival was kept. `rows[rank][column]`: rows of each pack where
-    samples share rows, whose order and number per rank then are free; None: every token is a row.
+    samples share rows, whose order and number per rank then are free; None: every token is a row. `lending`:
+    the loans that the step runs under; None: every expert computes all of its rows at home.
     """
 
     packs: tuple[tuple[tuple[int, ...], ...], ...]
     search: SearchLog | None = None
     rows: tuple[tuple[int, ...], ...] | None = None
+    lending: Lending | None = None
 
     @property
     def world_size(self) -> int:

@@ -50,12 +50,13 @@ from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Refusal
+from olmo_rl.types import Refusal, Sample
 from recipes import score, train
 
 WORLD = 4
 STEPS = ("balance_cases:write_inputs", f"balance_cases:run_rank*{WORLD}")
 ANNEAL = BalanceConfig(kind=BalanceKind.anneal, proposals=1000, seconds=float("inf"))
+LENT = replace(ANNEAL, guests=1)
 BALANCES = {
     "none": BalanceConfig(),
     "reference": BalanceConfig(kind=BalanceKind.reference, proposals=64, seconds=float("inf")),
@@ -64,12 +65,22 @@ BALANCES = {
 EXACT = ("none", "anneal", "anneal recomputed")
 
 
+def skewed(samples: list[Sample], *, rng: np.random.Generator) -> list[Sample]:
+    """The samples with routes that prefer the first of the four experts, so that they are lent."""
+    for sample in samples:
+        assert sample.routes is not None
+        logits = rng.gumbel(size=(*sample.routes.shape[:2], 4)) - 0.3 * np.arange(4)
+        sample.routes = logits.argsort(axis=-1)[..., -2:].astype(np.int16)
+    return samples
+
+
 def write_inputs(place: str) -> None:
     """One file of two updates of 24 samples each, and three of one update."""
     directory = Path(place)
     rng = np.random.default_rng(7)
     shapes = [(int(a), int(b)) for a, b in zip(rng.integers(1, 9, 48), rng.integers(1, 22, 48), strict=True)]
     write_files(directory / "input", [samples_of(shapes, seed=11)])
+    write_files(directory / "skewed", [skewed(samples_of(shapes, seed=11), rng=rng)])
     files = [samples_of(shapes[8 * i : 24 + 8 * i], seed=20 + i, prefix=f"f{i}-") for i in range(3)]
     write_files(directory / "three", files)
     write_files(directory / "broken", files)
@@ -196,6 +207,8 @@ def forms(directory: Path) -> dict[str, tuple[Callable[[Config], None], Config]]
     sections["stride"] = {"balance": replace(ANNEAL, layer_stride=2)}
     padded = PackingConfig(kind=PackingKind.consecutive, max_tokens=64, pad_to_budget=True)
     sections["anneal padded"] = sections["anneal"] | {"packing": padded}
+    lent: dict[str, Any] = {"balance": LENT, "files": "skewed"}
+    sections["lent"] = lent
     sections["capped"] = {"balance": replace(ANNEAL, max_destination_load=1)}
     three = {"files": "three", "trainer": TrainerConfig(devices=WORLD, max_steps=3)}
     sections["files ahead"] = three | {"balance": ANNEAL}
@@ -203,10 +216,9 @@ def forms(directory: Path) -> dict[str, tuple[Callable[[Config], None], Config]]
     found: dict[str, tuple[Callable[[Config], None], Config]] = {
         name: (train.train, config_for(directory, name, **fields)) for name, fields in sections.items()
     }
-    found["anneal interrupted"] = (
-        interrupt_and_resume,
-        config_for(directory, "anneal interrupted", balance=ANNEAL),
-    )
+    for form in ("anneal", "lent"):
+        name = f"{form} interrupted"
+        found[name] = interrupt_and_resume, config_for(directory, name, **sections[form])
     saving = CallbacksConfig(progress=False, pictures=False, checkpoint_interval=1)
     found["files mended"] = (
         mend_and_resume,

@@ -14,6 +14,7 @@ from training_cases import LAYOUT, masked, samples_of
 from olmo_rl.config import BalanceConfig, BalanceKind
 from olmo_rl.data.collate import collate, count_normalisers, step_of_rank
 from olmo_rl.data.packs import TOKEN_FIELDS, Pack, RouteMode
+from olmo_rl.planning.lending import row_hashes
 from olmo_rl.planning.loads import collection_loads, tail_routes
 from olmo_rl.planning.packing import plan_step
 from olmo_rl.planning.planners import plan_batch
@@ -145,6 +146,7 @@ def expected_fields(sample: Sample) -> dict[str, list[object]]:
         "behavior_logprobs": known(sample.behavior_logprobs),
         "ref_logprobs": known(sample.ref_logprobs),
         "advantages": [float(np.float32(value))] * length,
+        "hashes": row_hashes(sample.id, length).tolist(),
     }
 
 

@@ -82,6 +82,7 @@ TORCH_FREE = (
 )
 WITH_TORCH = {  # the tensors of floor 1; files and weights of Hugging Face directories
     "olmo_rl.data.packs",
+    "olmo_rl.data.loans",
     "olmo_rl.data.collate",
     "olmo_rl.hf.weight_files",
     "olmo_rl.hf.writing",

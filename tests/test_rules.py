@@ -75,6 +75,11 @@ EXAMPLES = {
     "layers that the stride leaves out": (
         "recipe=plan balance=anneal balance.max_destination_load=9 balance.layer_stride=2"
     ),
+    "shares of experts follow from": "balance.guests=1 policy.replay=false",
+    "without expert parallelism every rank": "balance.guests=1 strategy.ep_degree=1",
+    "experts of layers that the": "balance.guests=1 recipe=plan balance=anneal balance.layer_stride=2",
+    "shares are chosen from rows": "balance.guests=1 packing=trees",
+    "supervised documents have no recorded routes to": "recipe=sft balance.guests=1",
     "files to read are not": "rollouts=files",
     "recorded collections exist already, nothing": "recipe=rollout rollouts=files",
     "only recorded samples can be": "recipe=score",

@@ -4,7 +4,8 @@ Every rank counts every sample that it received, for itself: that is what makes 
 independent. A sample whose routes are refused is refused when its loads are asked for, so that one which a
 filter takes harms nobody. No collectives here.
 
-Shapes: N samples, E expert-parallel ranks, L counted routed layers.
+Shapes: N samples, D destinations, L counted routed layers. Destinations are expert-parallel ranks, or every
+single expert where shares of experts are to be chosen.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_rl.planning.lending import expert_loads
 from olmo_rl.planning.loads import collection_loads
 from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 
@@ -25,7 +27,7 @@ _CHUNK = 32  # samples of one job: enough to pay for it, few enough to start ear
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Chunk:
-    """`loads` int32 [chunk, E, L]; `refusals` by place in the chunk; `seconds` that one sample took."""
+    """`loads` int32 [chunk, D, L]; `refusals` by place in the chunk; `seconds` that one sample took."""
 
     loads: NDArray[np.int32]
     refusals: dict[int, Refusal]
@@ -33,11 +35,12 @@ class _Chunk:
 
 
 class LoadCounter:
-    """State: one worker thread."""
+    """State: one worker thread. `by_expert`: destinations are experts."""
 
-    def __init__(self, *, topology: Topology, layer_stride: int) -> None:
+    def __init__(self, *, topology: Topology, layer_stride: int, by_expert: bool = False) -> None:
         self.topology = topology
         self.layer_stride = layer_stride
+        self.by_expert = by_expert
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loads")
 
     def collection(self, layout: ExpertLayout | None) -> LoadCounts:
@@ -54,7 +57,8 @@ class LoadCounter:
             loads = self._loads(samples, layout)
         except Refusal:
             layers = len(range(0, len(layout.routed_layers), self.layer_stride))
-            loads = np.zeros((len(samples), self.topology.ep_degree, layers), dtype=np.int32)
+            destinations = layout.num_experts if self.by_expert else self.topology.ep_degree
+            loads = np.zeros((len(samples), destinations, layers), dtype=np.int32)
             for place, sample in enumerate(samples):
                 try:
                     loads[place] = self._loads([sample], layout)[0]
@@ -64,6 +68,8 @@ class LoadCounter:
         return _Chunk(loads=loads, refusals=refusals, seconds=spent / len(samples))
 
     def _loads(self, samples: Sequence[Sample], layout: ExpertLayout) -> NDArray[np.int32]:
+        if self.by_expert:
+            return expert_loads(samples, layout=layout, topology=self.topology)
         return collection_loads(
             samples, layout=layout, topology=self.topology, layer_stride=self.layer_stride
         )
@@ -92,7 +98,7 @@ class LoadCounts:
             self._places |= {sample.id: (found, place) for place, sample in enumerate(chunk)}
 
     def of(self, samples: Sequence[Sample]) -> tuple[NDArray[np.int32] | None, float]:
-        """int32 [N, E, L] and the thread's seconds for them; None without routes. Waits for what has not
+        """int32 [N, D, L] and the thread's seconds for them; None without routes. Waits for what has not
         been counted, raises the refusal of a sample that could not be.
         """
         if self.layout is None or any(sample.routes is None for sample in samples):

@@ -177,12 +177,14 @@ class OpenCollection:
                 padding=self._config.padding,
             )
         elif planned.loads is not None and layout is not None and topology.ep_degree > 1:
+            lent = planned.lent
             forecast = Forecast.of(
                 plan,
-                loads=planned.loads,
+                loads=planned.loads if lent is None else lent.slots,
                 layout=layout,
                 topology=topology,
                 layer_stride=self._config.balance.layer_stride,
                 pads=None if planned.pads is None else planned.pads.work(plan),
+                slots=1 if lent is None else lent.table.slots_per_rank,
             )
         return replace(step, schedule=schedule, forecast=forecast)

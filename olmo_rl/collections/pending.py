@@ -20,6 +20,7 @@ from torch import Tensor
 
 from olmo_rl.collections.planner import PlanRecord
 from olmo_rl.data.packs import Pack
+from olmo_rl.planning.schedule import lending_of, loan_rows
 from olmo_rl.policy.loss import scored_slots
 from olmo_rl.types import PackPlan, Refusal, Sample, SearchLog
 
@@ -111,6 +112,9 @@ def _plan_state(record: PlanRecord) -> dict[str, Any]:
         "packs": [[[int(i) for i in pack] for pack in rank] for rank in plan.packs],
         "search": None if plan.search is None else asdict(plan.search),
         "rows": None if plan.rows is None else [list(rank) for rank in plan.rows],
+        "lending": None
+        if plan.lending is None
+        else {"guests": plan.lending.guests, "layers": loan_rows(plan.lending)},
         "start": record.start,
         "paths": record.paths,
         "settings": record.settings,
@@ -119,11 +123,13 @@ def _plan_state(record: PlanRecord) -> dict[str, Any]:
 
 def _plan_of_state(state: Mapping[str, Any]) -> PlanRecord:
     search, rows = state["search"], state.get("rows")  # absent before rows could be shared
+    lending = state.get("lending")  # absent before experts could be lent
     return PlanRecord(
         plan=PackPlan(
             packs=tuple(tuple(tuple(pack) for pack in rank) for rank in state["packs"]),
             search=None if search is None else SearchLog(**search),
             rows=None if rows is None else tuple(tuple(rank) for rank in rows),
+            lending=None if lending is None else lending_of(lending["layers"], guests=lending["guests"]),
         ),
         start=state["start"],
         paths=state["paths"],

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from olmo_rl.collections.load_counting import LoadCounter, LoadCounts
 from olmo_rl.config import BalanceKind, Config
+from olmo_rl.planning.lending import Lent, folded, lend, ranks_of_a_node, under
 from olmo_rl.planning.packing import plan_step, unpacked_plan
 from olmo_rl.planning.pads import Pads
 from olmo_rl.planning.planners import compile_kernels, schedule_step
@@ -57,14 +58,20 @@ def plan_settings(config: Config) -> dict[str, Any]:
     change a finished plan.
     """
     balance = config.balance
-    return {
-        "world_size": config.world_size,
-        "ep_degree": config.ep_degree,
-        "budget": config.budget,
-        "packing": asdict(config.packing) | {"kind": config.packing.kind.value},
-        "balance": [balance.kind.value, balance.layer_stride],
-        "max_destination_load": balance.max_destination_load,
-    } | ({"replay": config.policy.replay} if config.shares else {})  # routes decide which rows are shared
+    return (
+        {
+            "world_size": config.world_size,
+            "ep_degree": config.ep_degree,
+            "budget": config.budget,
+            "packing": asdict(config.packing) | {"kind": config.packing.kind.value},
+            "balance": [balance.kind.value, balance.layer_stride],
+            "max_destination_load": balance.max_destination_load,
+        }
+        | ({"replay": config.policy.replay} if config.shares else {})
+        | (  # routes decide which rows are shared
+            {"guests": balance.guests} if config.lends else {}
+        )
+    )
 
 
 # A step as the planner sees it, and its schedule: None where another rank searches.
@@ -105,14 +112,21 @@ class StepPlanner:
     def __init__(self, config: Config, *, strategy: ExpertParallelStrategy) -> None:
         self._config = config
         self._strategy = strategy
-        self._counter = LoadCounter(topology=strategy.topology, layer_stride=config.balance.layer_stride)
+        self._counter = LoadCounter(
+            topology=strategy.topology, layer_stride=config.balance.layer_stride, by_expert=config.lends
+        )
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="planner")
-        if self.searches:
-            self._worker.submit(_load_kernels, config, searches=strategy.global_rank == 0)
+        if self.agrees:
+            self._worker.submit(_load_kernels, config, searches=self.searches and strategy.global_rank == 0)
 
     @property
     def searches(self) -> bool:
-        return self._config.balance.kind is not BalanceKind.none
+        return self._config.balanced
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks compare their plans: where one searches for all, and where experts are lent."""
+        return self.searches or self._config.lends
 
     def count(self, layout: ExpertLayout | None) -> LoadCounts:
         """The counter of one collection's samples."""
@@ -139,14 +153,14 @@ class StepPlanner:
             searching=not self.searches or self._strategy.global_rank == 0,
             record=record,
         )
-        return PlanTask(find, worker=self._worker if self.searches and self._config.balance.overlap else None)
+        return PlanTask(find, worker=self._worker if self.agrees and self._config.balance.overlap else None)
 
     def agree(self, task: PlanTask) -> tuple[StepInput, Schedule]:
         """The step and its schedule, agreed by all ranks. Called in step order on every rank; raises the
         Refusal of rank 0.
         """
         began = time.perf_counter()
-        if not self.searches:  # every rank packs for itself
+        if not self.agrees:  # every rank packs for itself
             step, schedule = task.result()
             assert schedule is not None, "without a search every rank plans"
             return step, schedule
@@ -160,7 +174,7 @@ class StepPlanner:
         outcome = self._strategy.from_rank_zero(lambda: found if isinstance(found, Refusal) else found[1])
         if isinstance(outcome, Refusal):
             raise outcome
-        assert outcome is not None, "rank 0 searches"
+        assert outcome is not None, "rank 0 has a plan"
         assert not isinstance(found, Refusal), "a step that cannot be counted is refused on every rank alike"
         step, _ = found
         self._verify(outcome, step=step)
@@ -168,9 +182,10 @@ class StepPlanner:
         return step, replace(outcome, seconds=outcome.seconds | {"wait": waited, "agree": total - waited})
 
     def _verify(self, schedule: Schedule, *, step: StepInput) -> None:
-        """Rescore the plan with this rank's own counts, then compare digests over ranks."""
+        """Rescore the plan with this rank's own counts and loans, then compare digests over ranks."""
         schedule.plan.check(step.lengths, self._config.budget)
-        mine = replace(schedule, after=step.work(schedule.plan))
+        plan = replace(schedule.plan, lending=step.lending)
+        mine = replace(schedule, plan=plan, after=step.work(plan))
         digests = self._strategy.gather_objects(schedule_digest(mine, ids=step.ids))
         others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         assert not others, f"ranks {others} hold another plan, other samples or other routes than rank 0"
@@ -202,8 +217,13 @@ def plan_facts(schedule: Schedule, *, step: StepInput) -> dict[str, float]:
         facts["packing/expert_dispatch_skew_max"] = work.skew_max
     if plan.search is not None:
         facts["balance/gap_before"], facts["balance/gap"] = schedule.gaps
-        if step.loads is not None:
-            facts["balance/placement_floor"] = placement_floor(step.loads)
+    if step.loads is not None and (plan.search is not None or step.balance.guests):
+        home = step.loads if step.lent is None else step.lent.home
+        facts["balance/placement_floor"] = placement_floor(home)
+        if step.balance.guests:
+            facts["balance/lent_floor"] = placement_floor(step.loads)
+            loans = () if step.lending is None else step.lending.layers
+            facts["balance/loans"] = sum(map(len, loans)) / step.loads.shape[2]
     return facts
 
 
@@ -219,6 +239,13 @@ def _find(
 ) -> Planned:
     """Take the counts, and on the searching rank plan: the same arithmetic in whichever thread it runs."""
     loads, counted = counts.of(samples)
+    known = None if record is None or record.settings != plan_settings(config) else record
+    lent = None
+    if config.lends and loads is not None and counts.layout is not None:
+        experts, began = loads, time.perf_counter()
+        lent = _lend(samples, experts=experts, layout=counts.layout, config=config, known=known)
+        loads = folded(experts, ranks=topology.ep_degree) if lent is None else lent.loads
+        counted += time.perf_counter() - began
     sharing = None
     if config.shares:
         sharing = find_sharing(samples, replayed=counts.layout is not None)
@@ -240,22 +267,51 @@ def _find(
             samples,
             padding=config.padding,
             topology=topology,
-            loads=loads,
+            loads=loads if lent is None else lent.slots,
             layout=counts.layout,
             layer_stride=config.balance.layer_stride,
+            table=None if lent is None else lent.table,
         ),
         sharing=sharing,
+        lent=lent,
     )
     if not searching:
         return step, None
-    schedule = _plan(step, config=config, record=record)
+    origin = "planned" if record is None else "replanned" if known is None else "resumed"
+    schedule = _plan(step, config=config, record=known, origin=origin)
     return step, replace(schedule, seconds={"count": counted} | schedule.seconds)
 
 
-def _plan(step: StepInput, *, config: Config, record: PlanRecord | None) -> Schedule:
+def _lend(
+    samples: Sequence[Sample],
+    *,
+    experts: NDArray[np.int32],
+    layout: ExpertLayout,
+    config: Config,
+    known: PlanRecord | None,
+) -> Lent | None:
+    """The loans of the plan of a checkpoint where it was made for this; else those chosen from `experts`
+    [N, X, L].
+    """
+    topology = Topology(config.world_size, config.ep_degree)
+    if known is None:
+        return lend(
+            samples,
+            experts=experts,
+            layout=layout,
+            topology=topology,
+            guests=config.balance.guests,
+            node_ranks=ranks_of_a_node(topology, devices=config.trainer.devices),
+        )
+    lending = known.plan.lending
+    if lending is None:
+        return None
+    return under(lending, samples=samples, experts=experts, layout=layout, topology=topology)
+
+
+def _plan(step: StepInput, *, config: Config, record: PlanRecord | None, origin: str) -> Schedule:
     """The plan of a checkpoint where it was made for this; else a plan of our own."""
-    if record is None or record.settings != plan_settings(config):
-        origin = "planned" if record is None else "replanned"
+    if record is None:
         if config.packed:
             return replace(schedule_step(step), origin=origin)
         plan = unpacked_plan(step.lengths, topology=step.topology, ids=step.ids)
@@ -271,7 +327,7 @@ def _plan(step: StepInput, *, config: Config, record: PlanRecord | None) -> Sche
         seconds={"start": 0.0, "search": 0.0, "verify": 0.0},
         start=record.start,
         paths=record.paths,
-        origin="resumed",
+        origin=origin,
     )
 
 

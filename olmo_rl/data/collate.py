@@ -12,6 +12,7 @@ a per-token field that the table lacks (`ValueError`: both are internal errors).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -209,8 +210,11 @@ def step_of_rank(
         normalisers=count_normalisers(samples),
         plan=plan,
         packs=tuple(
-            collate(
-                [samples[i] for i in pack], layout=layout, topology=topology, padding=padding, share=share
+            replace(
+                collate(
+                    [samples[i] for i in pack], layout=layout, topology=topology, padding=padding, share=share
+                ),
+                lending=plan.lending,
             )
             for pack in plan.packs[rank]
         ),

@@ -17,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from olmo_rl.data.loans import LayerLoans
 from olmo_rl.planning.forest import Forest
+from olmo_rl.planning.lending import row_hashes
 from olmo_rl.planning.schedule import Forecast, Schedule
-from olmo_rl.types import PackPlan, Sample
+from olmo_rl.types import Lending, PackPlan, Sample
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -78,6 +80,12 @@ TOKEN_FIELDS: tuple[TokenField, ...] = (
         name="ref_logprobs", dtype=torch.float32, pad=PadRule.zero, read=lambda s: _known(s.ref_logprobs, s)
     ),
     TokenField(name="advantages", dtype=torch.float32, pad=PadRule.zero, read=_advantage),
+    TokenField(
+        name="hashes",
+        dtype=torch.int32,
+        pad=PadRule.repeat,
+        read=lambda s: row_hashes(s.id, len(s)).astype(np.int32),
+    ),
 )
 
 
@@ -96,12 +104,14 @@ class RouteTrace:
     """Reports of the routers about one forward, keyed by global layer id. Written by assignment, so a
     recomputed block overwrites its entry with the same value. `ids` [T, K] int64 (mode record), `overlap`
     scalar: sum over recorded rows of the share of ids that live top-k would also have chosen; `counts` int64
-    [num_experts]: assignments seen by the dispatcher, this rank's tokens only, pads included.
+    [num_experts]: assignments of this rank's tokens, pads included; `slots` int64 [slots of all ranks]: the
+    same by the slot to which the dispatcher sends them, where experts are lent.
     """
 
     ids: dict[int, Tensor] = field(default_factory=dict)
     overlap: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
+    slots: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +125,7 @@ class PackContext:
     `routes[layer]` int64 [T, K] by global layer id, present exactly when `mode` is replay; `real_tokens`:
     rows from here on are pads. `pad_routes` int64 [P, K] by layer id: ids that the last P rows take where
     routing is live, for pads of a constant token, which a router would send to the same experts every time.
+    `loans` by layer id, and `hashes` int32 [T] of the rows: where experts are lent.
     """
 
     positions: Tensor
@@ -128,6 +139,8 @@ class PackContext:
     pad_routes: Mapping[int, Tensor] | None = None
     cu_seqlens_cpu: Tensor | None = None
     shared: Forest | None = None
+    loans: Mapping[int, LayerLoans] | None = None
+    hashes: Tensor | None = None
     _tables: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -197,7 +210,7 @@ class Pack:
     any, are the rows from `real_tokens` on and form documents after `len(ids)`. `placeholders[d]`: pads may
     not repeat document d. `pad_routes` int64 [P, L, K]: ids of P pads that repeat nothing. `scored`:
     `scored_rows` once it was asked for. `unshared_routes`: rows that would be shared if equal
-    tokens had equal routes.
+    tokens had equal routes. `lending`: the loans of its step, None where experts stay at home.
     """
 
     ids: tuple[str, ...]
@@ -213,6 +226,7 @@ class Pack:
     scored: Tensor | None = None
     shared: SharedRows | None = None
     unshared_routes: int = 0
+    lending: Lending | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -273,8 +287,17 @@ class Pack:
         """The pack on `device`: the one place where a pack moves."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def context(self, *, mode: RouteMode, trace: RouteTrace | None = None) -> PackContext:
-        """The boundaries, positions and (under replay) routes of this pack's forward."""
+    def context(
+        self,
+        *,
+        mode: RouteMode,
+        trace: RouteTrace | None = None,
+        loans: Mapping[int, LayerLoans] | None = None,
+    ) -> PackContext:
+        """The boundaries, positions and (under replay) routes of this pack's forward. `loans`: those of
+        `lending` on this rank.
+        """
+        assert (loans is None) == (self.lending is None), "every forward of a step runs under its loans"
         routes = pad_routes = None
         if mode is RouteMode.replay:
             assert self.routes is not None, "replay needs recorded routes"
@@ -296,6 +319,8 @@ class Pack:
             pad_routes=pad_routes,
             cu_seqlens_cpu=torch.tensor(boundaries, dtype=torch.int32),
             shared=None if shared is None else shared.forest,
+            loans=loans,
+            hashes=None if loans is None else self["hashes"],
         )
 
 

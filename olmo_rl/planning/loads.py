@@ -22,7 +22,7 @@ from olmo_rl.types import ExpertLayout, Refusal, Sample, Topology
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of splitmix64: nearby inputs give unrelated 64-bit outputs, the same on every machine."""
     x = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -46,7 +46,7 @@ def _tails(ids: Sequence[str], layout: ExpertLayout, topology: Topology) -> NDAr
     per_rank = _check_layout(layout, topology)
     seeds = np.array([stable_hash(i) for i in ids], dtype=np.uint64)
     layers = np.array(layout.routed_layers, dtype=np.uint64)
-    mixed = _mix(seeds[:, None] + (layers[None, :] + np.uint64(1)) * np.uint64(_GOLDEN))
+    mixed = mix(seeds[:, None] + (layers[None, :] + np.uint64(1)) * np.uint64(_GOLDEN))
     # One draw over all experts picks the first rank and the first slot within a rank, so both are uniform.
     start = (mixed % np.uint64(layout.num_experts)).astype(np.int64)[:, :, None]
     k = np.arange(layout.top_k, dtype=np.int64)

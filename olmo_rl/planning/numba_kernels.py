@@ -99,3 +99,34 @@ def count_kernel(
     # Ids of layers that the stride leaves out are checked too.
     loads[ranks, 0] = above[ranks - 1].sum()
     return loads
+
+
+@kernel
+def slot_kernel(
+    routes: NDArray[np.unsignedinteger],
+    hashes: NDArray[np.uint16],
+    limits: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    counts: NDArray[np.int64],
+) -> int:
+    """`lending.count_numpy`: add the assignments of C-ordered unsigned routes [rows, L, K] to `counts` [L, S]
+    by slot, and return how many ids are out of range.
+
+    `hashes` [rows]; `limits` [L, X, H] and `slots` [L, X, H + 1] are those of `lending.SlotTable`.
+    """
+    rows, layers, top_k = routes.shape
+    experts, hosts = limits.shape[1], limits.shape[2]
+    bad = 0
+    for row in range(rows):
+        value = np.int32(hashes[row])
+        for layer in range(layers):
+            for k in range(top_k):
+                expert = np.int64(routes[row, layer, k])
+                if expert < 0 or expert >= experts:
+                    bad += 1
+                    continue
+                host = 0
+                while host < hosts and value >= limits[layer, expert, host]:
+                    host += 1
+                counts[layer, slots[layer, expert, host]] += 1
+    return bad

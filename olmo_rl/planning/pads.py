@@ -5,18 +5,20 @@ order and a beginning of the last, again and again until the row is full, so tha
 pack sends them anyway. Documents with placeholders of images or audio are never repeated: pads pass over
 them, and where a pack holds nothing else they only take over its document lengths (`stripes`).
 
-Shapes: D documents of a pack, N samples, W ranks, C columns, E expert-parallel ranks, L looked-at layers.
+Shapes: D documents of a pack, N samples, W ranks, C columns, E expert-parallel ranks, S slots of experts on
+them, L looked-at layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import numpy as np
 from numpy.typing import NDArray
 
+from olmo_rl.planning.lending import SlotTable, folded, row_hashes
 from olmo_rl.planning.loads import count_compiled, placeholder_routes
 from olmo_rl.types import ExpertLayout, PackPlan, Padding, Sample, Topology
 
@@ -48,18 +50,24 @@ def pad_documents(
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PadWork:
     """Work that padding adds to every cell of one plan, int64: `rows` [W, C] tokens, `pairs` [W, C] squared
-    lengths of pad documents, `loads` [W, C, E, L] assignments (None where routes are not known).
+    lengths of pad documents, `loads` [W, C, E, L] assignments (None where routes are not known), by slot,
+    [W, C, S, L], where experts are lent.
     """
 
     rows: NDArray[np.int64]
     pairs: NDArray[np.int64]
     loads: NDArray[np.int64] | None
 
+    def by_rank(self, ranks: int) -> PadWork:
+        """The same with loads by EP rank."""
+        return self if self.loads is None else replace(self, loads=folded(self.loads, ranks=ranks))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pads:
     """The samples of one step and how their rows are padded. `loads` int32 [N, E, L] as
-    `loads.collection_loads` counts them with `layer_stride`, or None.
+    `loads.collection_loads` counts them with `layer_stride`, or None; where experts are lent, `table` has the
+    loans and `loads` are by slot, int32 [N, S, L].
     """
 
     samples: Sequence[Sample]
@@ -68,6 +76,7 @@ class Pads:
     loads: NDArray[np.int32] | None
     layout: ExpertLayout | None
     layer_stride: int = 1
+    table: SlotTable | None = None
 
     @classmethod
     def of(
@@ -79,6 +88,7 @@ class Pads:
         loads: NDArray[np.int32] | None,
         layout: ExpertLayout | None,
         layer_stride: int,
+        table: SlotTable | None = None,
     ) -> Pads | None:
         """The pads of a step, None where rows are not padded."""
         if not padding.active:
@@ -90,6 +100,7 @@ class Pads:
             loads=loads,
             layout=layout,
             layer_stride=layer_stride,
+            table=table,
         )
 
     def work(self, plan: PackPlan) -> PadWork:
@@ -120,7 +131,9 @@ class Pads:
         assert self.layout is not None, "loads are counted in a layout"
         if stripes([self.samples[i].has_placeholders for i in pack]):
             count = sum(tokens for _, tokens in spans)
-            return self._count(placeholder_routes(count, layout=self.layout, topology=self.topology))
+            hashes = np.concatenate([self._hashes(pack[document], tokens) for document, tokens in spans])
+            dealt = placeholder_routes(count, layout=self.layout, topology=self.topology)
+            return self._count(dealt, hashes=hashes)
         whole = np.zeros(len(pack), dtype=np.int64)
         added = np.zeros(self.loads.shape[1:], dtype=np.int64)
         for document, tokens in spans:
@@ -129,11 +142,18 @@ class Pads:
                 whole[document] += 1  # its synthetic tail row is repeated too
             else:
                 assert sample.routes is not None, "loads are counted from routes"
-                added += self._count(sample.routes[:tokens])
+                hashes = self._hashes(pack[document], tokens)
+                added += self._count(sample.routes[:tokens], hashes=hashes)
         return added + np.tensordot(whole, self.loads[list(pack)], axes=1)
 
-    def _count(self, routes: NDArray[np.integer]) -> NDArray[np.int64]:
+    def _hashes(self, position: int, rows: int) -> NDArray[np.uint16]:
+        """uint16 [rows]: pads have the hashes of the rows that they repeat, whatever routes they take."""
+        return row_hashes(self.samples[position].id, rows)
+
+    def _count(self, routes: NDArray[np.integer], *, hashes: NDArray[np.uint16]) -> NDArray[np.int64]:
         assert self.layout is not None
+        if self.table is not None:
+            return self.table.count(routes, hashes)[0]
         table = self.topology.destinations(self.layout.num_experts)
         counts, bad = count_compiled(
             routes, table=table, ep_degree=self.topology.ep_degree, layer_stride=self.layer_stride

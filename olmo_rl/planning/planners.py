@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from olmo_rl.config import BalanceConfig, BalanceKind
+from olmo_rl.planning.lending import compile_slots
 from olmo_rl.planning.loads import compile_counting, stable_hash
 from olmo_rl.planning.objective import Work, measure, objective
 from olmo_rl.planning.packing import check_lengths, plan_step
@@ -60,7 +61,7 @@ def padded_schedule(schedule: Schedule, *, step: StepInput) -> Schedule:
 
     if rank(before) < rank(after):
         # Padding can cost more than the search gained.
-        plan = replace(arrival, search=schedule.plan.search)
+        plan = replace(arrival, search=schedule.plan.search, lending=step.lending)
         schedule, after = replace(schedule, plan=plan, start="arrival"), before
     schedule = replace(schedule, before=before, after=after)
     reached = after.max_destination_load
@@ -89,6 +90,8 @@ def compile_kernels(
     """
     if layout is not None:
         compile_counting(layout, topology=topology)
+        if balance.guests:
+            compile_slots()
     if searches and balance.kind is BalanceKind.anneal:
         from olmo_rl.planning.searches.annealing import compile_chain
 
@@ -176,7 +179,7 @@ def plan_batch(step: StepInput) -> Schedule:
     after = measure(found.plan, lengths=problem.lengths, loads=problem.loads, topology=problem.topology)
     _verify(after, found=found, problem=problem, kind=step.balance.kind)
     return Schedule(
-        plan=found.plan,
+        plan=replace(found.plan, lending=step.lending),
         before=problem.arrival.work,
         after=after,
         bounds=problem.bounds,

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from olmo_rl.config import BalanceConfig
+from olmo_rl.planning.lending import Lent, folded
 from olmo_rl.planning.loads import collection_loads, placeholder_routes, tail_routes
 from olmo_rl.planning.objective import Bounds, Work, destination_loads, gap, lower_bounds, measure
 from olmo_rl.planning.pads import Pads, PadWork, stripes
 from olmo_rl.planning.sharing import Sharing, lay
-from olmo_rl.types import NO_PADDING, ExpertLayout, PackPlan, Padding, Sample, Topology
+from olmo_rl.types import NO_PADDING, ExpertLayout, Lending, Loan, PackPlan, Padding, Sample, Topology
 
 _NAMED = 8  # destinations that a mismatch names
 
@@ -33,7 +34,8 @@ class StepInput:
     int32 [N, E, L], or None to plan by length alone; `seconds` overrides `balance.seconds`; `source` (a file)
     serves messages. `pads`: how rows are padded, None where they are not. Searches look at real tokens; the
     work that is reported, and the cap on destinations, count pads. `sharing`: which rows the samples have in
-    common, None where every token is a row.
+    common, None where every token is a row. `lent`: the loans that the step runs under, which `loads` count;
+    None where every expert stays at home.
     """
 
     lengths: NDArray[np.int64]
@@ -46,10 +48,15 @@ class StepInput:
     source: str | None = None
     pads: Pads | None = None
     sharing: Sharing | None = None
+    lent: Lent | None = None
+
+    @property
+    def lending(self) -> Lending | None:
+        return None if self.lent is None else self.lent.lending
 
     def work(self, plan: PackPlan) -> Work:
         """The exact work of `plan`, pads included."""
-        added = None if self.pads is None else self.pads.work(plan)
+        added = None if self.pads is None else self.pads.work(plan).by_rank(self.topology.ep_degree)
         return measure(plan, lengths=self.lengths, loads=self.loads, topology=self.topology, pads=added)
 
 
@@ -91,16 +98,40 @@ class Schedule:
             "origin": self.origin,
             "search": None if self.plan.search is None else asdict(self.plan.search),
             "paths": self.paths,
+            "loans": None if self.plan.lending is None else loan_rows(self.plan.lending),
             "digest": schedule_digest(self, ids=ids),
             "order": self.plan.positions,
             "seconds": self.seconds,
         }
 
 
+def loan_rows(lending: Lending) -> list[list[list[int]]]:
+    """The loans of every routed layer as plain numbers: expert, host, slot, first, below."""
+    return [
+        [[loan.expert, loan.host, loan.slot, loan.first, loan.below] for loan in loans]
+        for loans in lending.layers
+    ]
+
+
+def lending_of(rows: Sequence[Sequence[Sequence[int]]], *, guests: int) -> Lending:
+    """The lending that `loan_rows` described."""
+    layers = tuple(
+        tuple(
+            Loan(expert=expert, host=host, slot=slot, first=first, below=below)
+            for expert, host, slot, first, below in loans
+        )
+        for loans in rows
+    )
+    return Lending(guests=guests, layers=layers)
+
+
 def schedule_digest(schedule: Schedule, *, ids: Sequence[str]) -> str:
-    """A hash that all ranks compare: of the samples in every cell, by id, and of the work of the plan."""
+    """A hash that all ranks compare: of the samples in every cell, by id, of the loans and of the work of the
+    plan.
+    """
     cells = [[[ids[i] for i in pack] for pack in rank] for rank in schedule.plan.packs]
-    return hashlib.sha256(repr((cells, schedule.after)).encode()).hexdigest()
+    lending = () if schedule.plan.lending is None else (schedule.plan.lending,)
+    return hashlib.sha256(repr((cells, schedule.after, *lending)).encode()).hexdigest()
 
 
 def step_loads(
@@ -124,10 +155,12 @@ def known_schedule(
     paths: dict[str, int] | None = None,
     origin: str = "planned",
 ) -> Schedule:
-    """The schedule of a plan that needs no search; `arrival` keeps the order of arrival."""
+    """The schedule of a plan that needs no search, under the loans of the step; `arrival` keeps the order of
+    arrival.
+    """
     after = step.work(plan)
     return Schedule(
-        plan=plan,
+        plan=replace(plan, lending=step.lending),
         before=after if plan is arrival else step.work(arrival),
         after=after,
         bounds=lower_bounds(
@@ -183,10 +216,13 @@ def _add_loads(loads: NDArray[np.int64], routes: NDArray[np.integer], *, owner: 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Forecast:
-    """Predicted counts of the dispatcher: `loads` int64 [C, R, E, L] of the global layer ids `layers`."""
+    """Predicted counts of the dispatcher: `loads` int64 [C, R, E, L] of the global layer ids `layers`. Where
+    experts are lent, every destination has `slots` slots, and loads are by slot, [C, R, S, L].
+    """
 
     loads: NDArray[np.int64]
     layers: tuple[int, ...]
+    slots: int = 1
 
     @classmethod
     def of(
@@ -198,10 +234,13 @@ class Forecast:
         topology: Topology,
         layer_stride: int,
         pads: PadWork | None = None,
+        slots: int = 1,
     ) -> Forecast:
-        """`pads`: work that the padding of this plan adds, where rows are padded."""
+        """`pads`: work that the padding of this plan adds, where rows are padded. `slots`: of a destination,
+        where `loads` and `pads` are by slot.
+        """
         predicted = destination_loads(plan, loads=loads, topology=topology, pads=pads)
-        return cls(loads=predicted, layers=layout.routed_layers[::layer_stride])
+        return cls(loads=predicted, layers=layout.routed_layers[::layer_stride], slots=slots)
 
     @classmethod
     def of_shared(
@@ -233,28 +272,32 @@ class Forecast:
 
     def compare(self, observed: NDArray[np.int64]) -> dict[str, Any]:
         """Values of `expert_balance`: predicted and observed assignments [L][E] over the step, expert work of
-        both, and the cells (column, replica, destination, layer) where they differ, the first few by name.
+        both, and the cells (column, replica, destination, layer, and slot where experts are lent) where they
+        differ, the first few by name.
         """
         differs = np.argwhere(observed != self.loads)
         named = [
             {
                 "column": int(c),
                 "replica": int(r),
-                "destination": int(e),
+                "destination": int(e) // self.slots,
+                **({"slot": int(e) % self.slots} if self.slots > 1 else {}),
                 "layer": self.layers[i],
                 "predicted": int(self.loads[c, r, e, i]),
                 "observed": int(observed[c, r, e, i]),
             }
             for c, r, e, i in differs[:_NAMED]
         ]
+        ranks = self.loads.shape[2] // self.slots
+        predicted, counted = folded(self.loads, ranks=ranks), folded(observed, ranks=ranks)
         return {
-            "world_size": self.loads.shape[1] * self.loads.shape[2],
-            "ep_degree": self.loads.shape[2],
+            "world_size": predicted.shape[1] * ranks,
+            "ep_degree": ranks,
             "layers": list(self.layers),
-            "predicted": self.loads.sum(axis=(0, 1)).T.tolist(),
-            "observed": observed.sum(axis=(0, 1)).T.tolist(),
-            "predicted_expert_work": int(self.loads.max(axis=(1, 2)).sum()),
-            "expert_work": int(observed.max(axis=(1, 2)).sum()),
+            "predicted": predicted.sum(axis=(0, 1)).T.tolist(),
+            "observed": counted.sum(axis=(0, 1)).T.tolist(),
+            "predicted_expert_work": int(predicted.max(axis=(1, 2)).sum()),
+            "expert_work": int(counted.max(axis=(1, 2)).sum()),
             "equal": len(differs) == 0,
             "mismatch": len(differs),
             "where": named,

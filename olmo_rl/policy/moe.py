@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from olmo_rl.config import AuxGrouping, CountSource, LossConfig, ModelConfig, Reduction
+from olmo_rl.data.loans import LayerLoans
 from olmo_rl.data.packs import PackContext, RouteMode
 from olmo_rl.policy import titan
 from olmo_rl.policy.compiling import region
@@ -139,8 +140,11 @@ class MixtureOfExperts(nn.Module):
         live = routed.ids if replayed is None else self.router.choose(routed.scores)
         self._report(routed, counts, live=live, context=context)
         statistics = router_statistics(routed, live=live, context=context)
+        loans = None if context.loans is None else context.loans[self.layer]
+        if loans is not None:
+            routed, counts = self._placed(routed, loans=loans, context=context)
         experts = partial(recomputed, self._experts) if recompute else self._experts
-        return experts(x, routed, counts), statistics
+        return experts(x, routed, counts, loans), statistics
 
     def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Decoding: `x` [B, C] -> output [B, C] and the live ids int64 [B, K]."""
@@ -148,9 +152,25 @@ class MixtureOfExperts(nn.Module):
         counts = count_assignments(routed.ids, num_experts=self.router.num_experts)
         return self._experts(x, routed, counts), routed.ids
 
-    def _experts(self, x: Tensor, routed: titan.Routed, counts: Tensor) -> Tensor:
+    @torch.no_grad()
+    def _placed(
+        self, routed: titan.Routed, *, loans: LayerLoans, context: PackContext
+    ) -> tuple[titan.Routed, Tensor]:
+        """The router call with slots in place of experts, which is what the dispatcher sees, and its counts
+        int64 [slots]. Writes `context.trace` where there is one.
+        """
+        assert context.hashes is not None, "loans come with the hashes of rows"
+        slots = loans.place(routed.ids, context.hashes)
+        counts = count_assignments(slots, num_experts=loans.num_slots)
+        if context.trace is not None:
+            context.trace.slots[self.layer] = counts
+        return routed._replace(ids=slots), counts
+
+    def _experts(
+        self, x: Tensor, routed: titan.Routed, counts: Tensor, loans: LayerLoans | None = None
+    ) -> Tensor:
         y = x if self.latent_down is None else self.latent_down(x)
-        y = self.routed_experts(y, routed.gates, routed.ids, counts)
+        y = self.routed_experts(y, routed.gates, routed.ids, counts, loans)
         y = self._up(y)
         return y if self.shared_experts is None else y + self.shared_experts(x)
 

@@ -15,6 +15,7 @@ divide among expert-parallel ranks, a process group of another size than the top
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
@@ -35,6 +37,7 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.sharding import ShardingConfig
 
 from olmo_rl.config import Recompute, ScoreFunction
+from olmo_rl.data.loans import LayerLoans
 from olmo_rl.policy.compiling import region
 from olmo_rl.policy.sharded import fsdp_modules, local_part
 from olmo_rl.types import Refusal, Topology
@@ -115,16 +118,30 @@ class Experts(GroupedExperts):
         super().__init__(config)
         self.compute_dtype: torch.dtype | None = None
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """`x_RD` sorted by local expert; `num_tokens_per_expert_E` int64: rows of each local expert."""
+    def forward(
+        self,
+        x_RD: Tensor,
+        num_tokens_per_expert_E: Tensor,
+        loans: LayerLoans | None = None,
+        ep_mesh: DeviceMesh | None = None,
+    ) -> Tensor:
+        """`x_RD` sorted by local expert, guests last; `num_tokens_per_expert_E` int64: rows of each. With
+        `loans` a collective of all ranks of `ep_mesh`.
+        """
         offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        return self._products(
-            x_RD, local_part(self.w1_EFD), local_part(self.w2_EDF), local_part(self.w3_EFD), offsets
-        )
+        w1, w2, w3 = (local_part(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        if loans is not None:
+            assert ep_mesh is not None, "experts are lent to other ranks"
+            weights = [w.to(self._dtype(x_RD)) for w in (w1, w2, w3)]
+            w1, w2, w3 = with_guests(weights, loans=loans, ep_mesh=ep_mesh)
+        return self._products(x_RD, w1, w2, w3, offsets)
+
+    def _dtype(self, rows: Tensor) -> torch.dtype:
+        return rows.dtype if self.compute_dtype is None else self.compute_dtype
 
     @region(rows=1)
     def _products(self, x_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, offsets: Tensor) -> Tensor:
-        dtype = x_RD.dtype if self.compute_dtype is None else self.compute_dtype
+        dtype = self._dtype(x_RD)
         rows, w1, w2, w3 = (x.to(dtype) for x in (x_RD, w1, w2, w3))
         gate = self._grouped_mm(A=rows, B_t=w1.transpose(-2, -1), offs=offsets)
         up = self._grouped_mm(A=rows, B_t=w3.transpose(-2, -1), offs=offsets)
@@ -135,6 +152,20 @@ class Experts(GroupedExperts):
         if A.dtype is torch.float64:
             return loop_mm(A, B_t=B_t, offsets=offs)
         return torch._grouped_mm(A, B_t, offs=offs)
+
+
+def with_guests(weights: Sequence[Tensor], *, loans: LayerLoans, ep_mesh: DeviceMesh) -> list[Tensor]:
+    """`weights`, each [own experts, ...], with the guests of this rank behind them, zeros in free slots:
+    [own experts + guests, ...]. The backward adds a guest's gradient to that of its owner.
+
+    A collective of all ranks of `ep_mesh`, also of those that neither send nor receive; the weights of an
+    expert travel side by side, so that every layer has one exchange in each direction.
+    """
+    leaving = torch.cat([w.index_select(0, loans.leaving).flatten(1) for w in weights], dim=1)
+    arrived = all_to_all_single_autograd(leaving, list(loans.received), list(loans.sent), ep_mesh)
+    free = arrived.new_zeros(loans.guests - sum(loans.received), leaving.shape[1])
+    parts = torch.cat([arrived, free]).split([w[0].numel() for w in weights], dim=1)
+    return [torch.cat([w, part.reshape(-1, *w.shape[1:])]) for w, part in zip(weights, parts, strict=True)]
 
 
 def loop_mm(rows: Tensor, *, B_t: Tensor, offsets: Tensor) -> Tensor:
@@ -182,10 +213,15 @@ class TokenExperts(RoutedExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
 
-    def forward(self, x: Tensor, gates: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
-        """`x` [T, D], `gates` and `ids` [T, K], `counts` int64 [E]: assignments of this rank's tokens."""
+    def forward(
+        self, x: Tensor, gates: Tensor, ids: Tensor, counts: Tensor, loans: LayerLoans | None = None
+    ) -> Tensor:
+        """`x` [T, D], `gates` and `ids` [T, K], `counts` int64 [E]: assignments of this rank's tokens. With
+        `loans`, ids and counts are of slots.
+        """
         rows, counts_local, metadata = self.token_dispatcher.dispatch(x, gates, ids, counts)
-        return self.token_dispatcher.combine(self.inner_experts(rows, counts_local), metadata, x)
+        out = self.inner_experts(rows, counts_local, loans, self.token_dispatcher.ep_mesh)
+        return self.token_dispatcher.combine(out, metadata, x)
 
 
 def build_router(

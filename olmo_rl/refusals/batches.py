@@ -230,6 +230,41 @@ BALANCE = (
         when=lambda c: c.balance.max_destination_load is not None and c.balance.layer_stride > 1,
         planning=True,
     ),
+    Rule(
+        keys="balance.guests policy.replay",
+        refuses="shares of experts follow from the routes of every token, and routes are not replayed",
+        fix="choose policy.replay=null, or balance.guests=0",
+        when=lambda c: c.lends and not replays(c),
+        planning=True,
+    ),
+    Rule(
+        keys="balance.guests strategy.ep_degree plan.ep_degree",
+        refuses="without expert parallelism every rank has all experts",
+        fix="choose an expert-parallel degree of at least 2, or balance.guests=0",
+        when=lambda c: c.lends and c.ep_degree == 1,
+        select=_planned,
+        planning=True,
+    ),
+    Rule(
+        keys="balance.guests balance.layer_stride",
+        refuses="experts of layers that the stride leaves out are not counted",
+        fix="set balance.layer_stride=1, or balance.guests=0",
+        when=lambda c: c.lends and c.balance.layer_stride > 1,
+        planning=True,
+    ),
+    Rule(
+        keys="balance.guests packing",
+        refuses="shares are chosen from rows of samples one by one, and here samples share rows",
+        fix="choose packing=consecutive, or balance.guests=0",
+        when=lambda c: c.lends and c.shares,
+        planning=True,
+    ),
+    Rule(
+        keys="balance.guests recipe",
+        refuses="supervised documents have no recorded routes to choose shares from",
+        fix="choose balance.guests=0",
+        when=lambda c: c.lends and c.recipe is Recipe.sft,
+    ),
 )
 
 ROLLOUTS = (

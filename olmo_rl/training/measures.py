@@ -35,7 +35,7 @@ class PackMeasures:
     `gap` and `drift` float64 [S]: its magnitude, |training forward - scoring pass|. `broken` bool [D]:
     documents with a value that is not finite. `replayed` int64 [L, E]: assignments of recorded rows, None
     without replay. `sent` int64 [destinations, L]: assignments that the dispatcher sent to each destination,
-    where a forecast gives their number.
+    where a forecast gives their number; by slot of every destination where experts are lent.
     """
 
     sums: dict[str, Tensor]
@@ -248,7 +248,11 @@ def expert_entropy(assignments: list[float]) -> float:
 
 
 def _sent(trace: RouteTrace, *, forecast: Forecast) -> Tensor:
-    """int64 [E, L]: this pack's assignments by destination; experts lie in contiguous blocks."""
+    """int64 [E, L]: this pack's assignments by destination; experts lie in contiguous blocks. Where experts
+    are lent, by slot.
+    """
+    if forecast.slots > 1:
+        return torch.stack([trace.slots[layer] for layer in forecast.layers]).T
     ep_degree = forecast.loads.shape[2]
     counts = torch.stack([trace.counts[layer] for layer in forecast.layers])
     return counts.reshape(len(counts), ep_degree, -1).sum(-1).T

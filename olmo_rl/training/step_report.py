@@ -140,7 +140,7 @@ def _packing(step: Step) -> dict[str, Any]:
 def _balance_events(result: StepResult) -> dict[str, dict[str, Any]]:
     schedule, balance = result.step.schedule, result.totals.balance
     events: dict[str, dict[str, Any]] = {}
-    if schedule is not None and schedule.plan.search is not None:
+    if schedule is not None and (schedule.plan.search is not None or schedule.plan.lending is not None):
         events["expert_schedule"] = schedule.event(ids=[sample.id for sample in result.step.samples])
     if schedule is not None and balance is not None:
         shares = schedule.plan.rows is not None  # then work by samples is not work by rows

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 from typing_extensions import override
 
 from olmo_rl.config import Config, Dtype
+from olmo_rl.data.loans import LayerLoans, loans_of_rank
 from olmo_rl.data.packs import Pack, RouteMode, RouteTrace
 from olmo_rl.policy import titan
 from olmo_rl.policy.compiling import GraphLog, compile_regions
@@ -43,7 +44,7 @@ from olmo_rl.policy.loss import ScoredSlots
 from olmo_rl.policy.stored_checkpoint import load_plain_state, load_tensors, read_metadata
 from olmo_rl.policy.weights import check_weights
 from olmo_rl.progress import note_collective
-from olmo_rl.types import Refusal, Topology
+from olmo_rl.types import Lending, Refusal, Topology
 
 T = TypeVar("T")
 
@@ -77,6 +78,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.logprobs, self.logprob_chunk = config.policy.logprobs, config.policy.logprob_chunk
         self._dims: titan.ParallelDims | None = None
         self._collects, self._collected = False, dict[str, Any]()
+        self._loans: tuple[Lending, Mapping[int, LayerLoans]] | None = None  # of the last step that lends
 
     def join(self) -> None:
         """Join the process group before Lightning does, for decisions that ranks must share. A Trainer owns
@@ -185,8 +187,25 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         request = LogprobRequest(
             targets=pack["tokens"][slots.heads], kind=self.logprobs, chunk=self.logprob_chunk, entropy=entropy
         )
-        context = pack.context(mode=mode, trace=trace)
+        context = pack.context(mode=mode, trace=trace, loans=self._loans_of(pack, decoder=decoder))
         return spread(decoder(pack.row_tokens, context, slots.rows, request), slots=slots)
+
+    def _loans_of(self, pack: Pack, *, decoder: HybridDecoder) -> Mapping[int, LayerLoans] | None:
+        """This rank's loans of the step of `pack`; one lending is moved to the device once."""
+        if pack.lending is None:
+            return None
+        if self._loans is None or self._loans[0] is not pack.lending:
+            layout = decoder.config.expert_layout
+            assert layout is not None, "only a model with experts lends them"
+            loans = loans_of_rank(
+                pack.lending,
+                layout=layout,
+                topology=self.topology,
+                rank=self.global_rank % self.topology.ep_degree,
+                device=self.root_device,
+            )
+            self._loans = pack.lending, loans
+        return self._loans[1]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """All-reduced sum of a small tensor; every rank calls it once per update, so counts agree."""
