@@ -334,6 +334,12 @@ _PACKS = Needs(
 _BALANCES = Needs(
     lambda c: c.balanced, "with balance=none", "choose balance=reference or balance=anneal", planning=True
 )
+_JUDGES = Needs(
+    lambda c: c.lends and c.recipe in (Recipe.plan, Recipe.validate),
+    "without balance.guests under recipe=plan or recipe=validate",
+    "set balance.guests",
+    planning=True,
+)
 _PLANS = Needs(lambda c: c.recipe is Recipe.plan, "without recipe=plan", "set recipe=plan")
 _SERVES = Needs(lambda c: c.recipe is Recipe.serve, "without recipe=serve")
 _IMPORTS = Needs(
@@ -1234,10 +1240,14 @@ class LoggerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig:
-    """Topology for recipe=plan when it is not this machine's."""
+    """Topology and speeds for recipe=plan when they are not this machine's."""
 
     world_size: int | None = key(None, "null = trainer.devices x trainer.num_nodes", min=1, needs=_PLANS)
     ep_degree: int | None = key(None, "null = strategy.ep_degree", min=1, needs=_PLANS)
+    link_gigabytes: float = key(
+        45.0, "a second from one expert-parallel rank to another, to judge lending", above=0, needs=_JUDGES
+    )
+    tflops: float = key(400.0, "of one rank in products of experts, to judge lending", above=0, needs=_JUDGES)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,18 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from olmo_rl.config import Config
 from olmo_rl.data.files import collection_paths
 from olmo_rl.data.inputs import Inputs
 from olmo_rl.planning.cost_model import read_cost_model
+from olmo_rl.planning.lending import Lent, expert_loads, lend, ranks_of_a_node
+from olmo_rl.planning.lending_report import LendingGain, lending_lines
 from olmo_rl.planning.packing import cut_into_steps, plan_step, unpacked_plan
 from olmo_rl.planning.pads import Pads
 from olmo_rl.planning.pictures import draw_loads, draw_packs
 from olmo_rl.planning.placement import ExpertTotals, write_placement
 from olmo_rl.planning.planners import compile_kernels, schedule_step
 from olmo_rl.planning.report import ReportedStep, print_report, report_step, scoring_remark, write_plan
-from olmo_rl.planning.schedule import StepInput, known_schedule, step_loads
+from olmo_rl.planning.schedule import Schedule, StepInput, known_schedule, step_loads
 from olmo_rl.planning.synthetic import LONGEST, synthetic_collection
 from olmo_rl.types import Collection, Refusal, Sample, Topology
 
@@ -80,11 +83,11 @@ def run(config: Config, *, inputs: Inputs | None = None) -> None:
         padding=config.padding,
         title="Optimizer step 0",
     )
-    loads, pads = given[0].loads, given[0].pads
-    if loads is not None and first.schedule.plan.search is not None:
+    searched = first.schedule.plan.search is not None
+    if given[0].loads is not None and config.packed and (searched or given[0].lent is not None):
         arrival = plan_step(first.lengths, budget=config.budget, topology=topology)
         written.append(directory / "loads.png")
-        draw_loads(arrival, first.schedule.plan, loads=loads, topology=topology, path=written[-1], pads=pads)
+        draw_loads(arrival, first.schedule.plan, step=given[0], path=written[-1])
     if experts.known:
         placement, layers = experts.placement()
         notes.append(
@@ -94,6 +97,7 @@ def run(config: Config, *, inputs: Inputs | None = None) -> None:
         if config.balance.write_permutation is not None:
             written.append(Path(config.balance.write_permutation))
             write_placement(placement, layers=layers, topology=topology, path=written[-1])
+    notes += lending_lines([(p.number, p.lending) for p in planned if p.lending is not None], config=config)
     notes += remarks(config, steps_per_collection=most)
     notes.append(f"{time.perf_counter() - started:.1f} s. Written: {', '.join(map(str, written))}")
     print_report(planned, topology=topology, budget=budget, untouched_tail=tail, notes=notes)
@@ -120,36 +124,67 @@ def plan_step_of(
     samples: list[Sample], *, collection: Collection, number: int, config: Config
 ) -> tuple[ReportedStep, StepInput]:
     """The plan of optimizer step `number` with its cost, and the planner's input."""
-    topology, budget = Topology(config.world_size, config.ep_degree), config.budget
-    ids, source = [sample.id for sample in samples], collection.source
-    lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-    began = time.perf_counter()
-    loads = step_loads(samples, layout=collection.layout, topology=topology, balance=config.balance)
-    given = StepInput(
-        lengths=lengths,
-        ids=ids,
+    topology, layout = Topology(config.world_size, config.ep_degree), collection.layout
+    began, lent = time.perf_counter(), None
+    loads = step_loads(samples, layout=layout, topology=topology, balance=config.balance)
+    lends = config.lends and loads is not None
+    if lends and layout is not None:
+        lent = lend(
+            samples,
+            experts=expert_loads(samples, layout=layout, topology=topology),
+            layout=layout,
+            topology=topology,
+            guests=config.balance.guests,
+            node_ranks=ranks_of_a_node(topology, devices=config.trainer.devices),
+        )
+        loads = loads if lent is None else lent.loads
+    given = step_input(samples, loads=loads, lent=lent, collection=collection, config=config)
+    seconds = {"count": time.perf_counter() - began}
+    schedule, gain = schedule_of(given, config=config), None
+    if lends:
+        at_home = schedule if lent is None else schedule_of(given.at_home, config=config)
+        gain = LendingGain.of(schedule, step=given, at_home=at_home, config=config)
+    schedule = replace(schedule, seconds=seconds | schedule.seconds)
+    return report_step(schedule, given=given, number=number, packed=config.packed, lending=gain), given
+
+
+def step_input(
+    samples: list[Sample],
+    *,
+    loads: NDArray[np.int32] | None,
+    lent: Lent | None,
+    collection: Collection,
+    config: Config,
+) -> StepInput:
+    """A step as the planner sees it, under the loans of `lent`, which `loads` [N, E, L] count."""
+    topology = Topology(config.world_size, config.ep_degree)
+    return StepInput(
+        lengths=np.array([len(sample) for sample in samples], dtype=np.int64),
+        ids=[sample.id for sample in samples],
         loads=loads,
-        budget=budget,
+        budget=config.budget,
         topology=topology,
         balance=config.balance,
-        source=source,
+        source=collection.source,
         pads=Pads.of(
             samples,
             padding=config.padding,
             topology=topology,
-            loads=loads,
+            loads=loads if lent is None else lent.slots,
             layout=collection.layout,
             layer_stride=config.balance.layer_stride,
+            table=None if lent is None else lent.table,
         ),
+        lent=lent,
     )
-    seconds = {"count": time.perf_counter() - began}
+
+
+def schedule_of(step: StepInput, *, config: Config) -> Schedule:
+    """The plan of one step; without packing every sample is a pack."""
     if config.packed:
-        schedule = schedule_step(given)
-    else:
-        plan = unpacked_plan(lengths, topology=topology, ids=ids, source=source)
-        schedule = known_schedule(plan, step=given, arrival=plan, seconds={})
-    schedule = replace(schedule, seconds=seconds | schedule.seconds)
-    return report_step(schedule, given=given, number=number, packed=config.packed), given
+        return schedule_step(step)
+    plan = unpacked_plan(step.lengths, topology=step.topology, ids=step.ids, source=step.source)
+    return known_schedule(plan, step=step, arrival=plan, seconds={})
 
 
 def remarks(config: Config, *, steps_per_collection: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ from olmo_rl.backends import backends_of, missing
 from olmo_rl.config import Config
 from olmo_rl.data.preflight import examine
 from olmo_rl.library import faults_of_code
+from olmo_rl.planning.lending_report import lending_line
 from olmo_rl.planning.report import scoring_remark
 from olmo_rl.refusals import refusals
 from olmo_rl.types import Refusal, Topology
@@ -50,6 +51,8 @@ def run(config: Config) -> None:
     show("memory", f"{'sum':<11} {whole:9.2f} GiB  of the largest rank, an estimate")
     for lacking in missing(config):
         show("lacking", f"on this machine: {lacking}")
+    if config.lends:
+        show("lending", lending_line(config))
     show("packing", f"{rows}; balance {config.balance.kind.value}")
     if findings.files:
         samples = f"{findings.samples:,} samples of up to {findings.longest:,} tokens"

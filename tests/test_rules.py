@@ -161,6 +161,7 @@ SETTINGS = {
     "uncompared": "rollouts=vllm rollouts.urls=[http://host:1] rollouts.on_gap=ignore",
     "reference": "balance=reference packing=consecutive strategy=expert_parallel trainer.devices=4",
     "plan": "recipe=plan",
+    "lending": "+experiment=balanced_moe balance.guests=1 recipe=plan",
     "rollout": "recipe=rollout callbacks.checkpoint_interval=5",
     "one checkpoint": "callbacks.checkpoint_minutes=null",
     "serve": "recipe=serve",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from olmo_rl.complete_files import complete_file
 from olmo_rl.planning.objective import destination_loads
 from olmo_rl.planning.pads import Pads
+from olmo_rl.planning.schedule import StepInput
 from olmo_rl.types import NO_PADDING, PackPlan, Padding, Topology
 
 PADS = "#f0b8a8"  # their colour in packs.png
@@ -125,31 +126,27 @@ def column_loads(
     expert work: the busiest rank of every layer, which is at least the busiest rank of the column. What pads
     add is counted.
     """
-    added = None if pads is None else pads.work(plan)
+    added = None if pads is None else pads.work(plan).by_rank(topology.ep_degree)
     load = destination_loads(plan, loads=loads, topology=topology, pads=added)
     return load.sum(axis=-1).reshape(len(load), -1), load.max(axis=(1, 2)).sum(axis=-1)
 
 
-def draw_loads(
-    before: PackPlan,
-    after: PackPlan,
-    *,
-    loads: NDArray[np.int32],
-    topology: Topology,
-    path: Path,
-    pads: Pads | None = None,
-) -> None:
-    """One panel a plan: a dot per rank and column, a line at the column's expert work, the mean rank and
-    column.
+def draw_loads(before: PackPlan, after: PackPlan, *, step: StepInput, path: Path) -> None:
+    """One panel a plan of `step`, experts at home before, as the plan lends them after: a dot per rank and
+    column, a line at the column's expert work, the mean rank and column.
     """
+    topology = step.topology
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, (name, plan) in zip(panels, (("arrival", before), ("planned", after)), strict=True):
-        ranks, work = column_loads(plan, loads=loads, topology=topology, pads=pads)
+    planned = "planned" if step.lent is None else "planned and lent"
+    drawn = (("arrival", before, step.at_home), (planned, after, step))
+    for axes, (name, plan, given) in zip(panels, drawn, strict=True):
+        assert given.loads is not None, "loads are drawn where they are known"
+        ranks, work = column_loads(plan, loads=given.loads, topology=topology, pads=given.pads)
         columns = np.arange(len(work))
         axes.vlines(columns, ranks.min(axis=1), work, color="#cfd8dc", linewidth=6, zorder=1)
         for rank in range(topology.world_size):

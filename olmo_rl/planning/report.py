@@ -22,9 +22,10 @@ from rich.table import Table
 
 from olmo_rl.complete_files import write_complete
 from olmo_rl.config import Config, ScoringMode
+from olmo_rl.planning.lending_report import LendingGain
 from olmo_rl.planning.objective import Work, gap
-from olmo_rl.planning.schedule import Schedule, StepInput
-from olmo_rl.types import Topology
+from olmo_rl.planning.schedule import Schedule, StepInput, loan_rows
+from olmo_rl.types import PackPlan, Topology
 
 _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
 
@@ -32,7 +33,7 @@ _TABLE_STEPS = 16  # steps that the table shows; plan.json holds all
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReportedStep:
     """One planned optimizer step. `fill`: real tokens over the budget of all packs, None without packing;
-    `padded_tokens`: rows of all packs, None without padding.
+    `padded_tokens`: rows of all packs, None without padding; `lending`: None without guest slots.
     """
 
     number: int
@@ -41,9 +42,17 @@ class ReportedStep:
     schedule: Schedule
     fill: float | None
     padded_tokens: int | None
+    lending: LendingGain | None = None
 
 
-def report_step(schedule: Schedule, *, given: StepInput, number: int, packed: bool) -> ReportedStep:
+def report_step(
+    schedule: Schedule,
+    *,
+    given: StepInput,
+    number: int,
+    packed: bool,
+    lending: LendingGain | None = None,
+) -> ReportedStep:
     """The report of the `schedule` of `given`; without packing every sample is a pack."""
     world, tokens, plan = given.topology.world_size, int(given.lengths.sum()), schedule.plan
     if not packed:
@@ -56,6 +65,7 @@ def report_step(schedule: Schedule, *, given: StepInput, number: int, packed: bo
         schedule=schedule,
         fill=tokens / (world * plan.packs_per_rank * given.budget) if packed else None,
         padded_tokens=None if given.pads is None else tokens + int(given.pads.work(plan).rows.sum()),
+        lending=lending,
     )
 
 
@@ -80,10 +90,17 @@ def plan_document(
                 "search": None if step.schedule.plan.search is None else asdict(step.schedule.plan.search),
             }
             | ({} if step.padded_tokens is None else {"padded_tokens": step.padded_tokens})
+            | ({} if step.lending is None else {"lending": _lending(step.lending, plan=step.schedule.plan)})
             for step in steps
         ],
         "untouched_tail": list(untouched_tail),
     }
+
+
+def _lending(gain: LendingGain, *, plan: PackPlan) -> dict[str, Any]:
+    """The gain of loans, and the loans of every routed layer: expert, host, slot, first, below."""
+    values: dict[str, Any] = {name: _rounded(value) for name, value in asdict(gain).items()}
+    return values | {"loans": [] if plan.lending is None else loan_rows(plan.lending)}
 
 
 def _rounded(value: int | float | None) -> int | float | None:

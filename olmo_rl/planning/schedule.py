@@ -54,6 +54,14 @@ class StepInput:
     def lending(self) -> Lending | None:
         return None if self.lent is None else self.lent.lending
 
+    @property
+    def at_home(self) -> StepInput:
+        """The same step with every expert at home."""
+        if self.lent is None:
+            return self
+        pads = None if self.pads is None else replace(self.pads, loads=self.lent.home, table=None)
+        return replace(self, loads=self.lent.home, pads=pads, lent=None)
+
     def work(self, plan: PackPlan) -> Work:
         """The exact work of `plan`, pads included."""
         added = None if self.pads is None else self.pads.work(plan).by_rank(self.topology.ep_degree)

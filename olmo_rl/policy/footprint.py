@@ -91,6 +91,20 @@ def activations(config: Config) -> tuple[int, str]:
     return config.budget * kept * item, f"{config.budget:,} tokens x {kept:,} elements: {how}"
 
 
+def guest_copies(config: Config, *, shapes: Mapping[str, torch.Size]) -> Line:
+    """Copies that forwards with loans keep: of every layer the experts of a rank with its guests behind them,
+    under recomputation those of one layer; selective recomputation also keeps what arrived.
+    """
+    model, guests, recompute = config.model, config.balance.guests, config.policy.recompute
+    layers, owned = len(model.routed_layers), model.num_experts // config.ep_degree
+    size = sum(math.prod(shape) for name, shape in shapes.items() if _EXPERT in name)
+    kept = (layers if recompute is Recompute.none else 1) * (owned + guests)
+    kept += layers * guests if recompute is Recompute.selective else 0
+    how = f"{kept:,} experts: own ones and guests, copied side by side"
+    size //= layers * model.num_experts
+    return Line(name="guests", bytes=kept * size * _BYTES[config.expert_dtype], how=how)
+
+
 def publishing(config: Config, *, shapes: Mapping[str, torch.Size]) -> Line:
     """Memory of rank 0 while it sends weights to serving engines."""
     sizes = [math.prod(shape) for shape in shapes.values()]
@@ -122,6 +136,8 @@ def memory_table(config: Config, *, shapes: Mapping[str, torch.Size]) -> list[Li
     if sharded:
         gathered = 2 * largest_block(shapes, ep_degree=ep) * item
         lines.append(Line(name="gathered", bytes=gathered, how="two whole blocks: one computes, one arrives"))
+    if config.lends:
+        lines.append(guest_copies(config, shapes=shapes))
     size, how = activations(config)
     lines.append(Line(name="activations", bytes=size, how=how))
     rows = config.policy.logprob_chunk if config.policy.logprobs is LogprobKind.chunked else config.budget
