@@ -1,6 +1,7 @@
 # make train   a tiny hybrid MoE learns 2-digit addition on this machine's CPU (about four minutes on two idle cores, and two for the set-up)
 # make test    the tests (about thirteen minutes on two cores)
-# make test-services  tests that start a SLURM of their own (apt-get install slurm-wlm munge; about five minutes)
+# make test-services  tests that start a SLURM of their own (apt-get install slurm-wlm munge; about five minutes), and those
+#              of environments of the verifiers library
 # make test-engines   the loop against a real vLLM on this CPU (3 GB into build/engines, about twenty minutes)
 # make lint    style, types, shell scripts
 # make docs    the documentation site, into build/site
@@ -27,8 +28,9 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) \
 		--dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-services: $(VENV)/.dev
+test-services: $(VENV)/.environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/test_slurm.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m environments tests/environments_live $(ARGS)
 
 test-engines: $(VENV)/.dev $(VLLM)/.complete $(WHEELS)/.complete
 	$(BIN)/python tests/engine_schemas/generate.py $(WHEELS)/*.whl
@@ -69,6 +71,10 @@ $(VENV)/.pip:
 
 $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/.pip
 	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.environments: $(VENV)/.dev
+	$(INSTALL) --editable '.[dev,environments]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.pip

@@ -317,6 +317,11 @@ _GENERATES = Needs(
 _ENGINES = Needs(
     lambda c: c.asks_engines, "without serving engines", "choose rollouts=vllm or rollouts=sglang"
 )
+_ENVIRONMENT = Needs(
+    lambda c: c.environment.taskset is not None,
+    "without environment.taskset",
+    "name the environment with environment.taskset",
+)
 _EXPERTS = Needs(
     lambda c: c.model.num_experts != 0,
     "in a model without experts (model.num_experts=0)",
@@ -554,6 +559,36 @@ class EvaluationConfig:
             "without pass@k and prompts that are set aside",
             "set evaluation.pass_at or task.set_aside",
         ),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class EnvironmentConfig:
+    """Turns, tools and rewards of an environment of the verifiers library, in place of the task."""
+
+    taskset: str | None = key(None, "module of its tasks, null = prompts and rewards are the task's")
+    env: str = key(
+        "", "module of how several agents play, '' = the taskset's own, else one agent", needs=_ENVIRONMENT
+    )
+    harness: str | None = key(
+        None, "module of an agent's program, null = the taskset's own, else our chat loop", needs=_ENVIRONMENT
+    )
+    renderer: dict[str, Any] = key(
+        {}, "name and settings of the library's renderer, {} = plain text", needs=_ENVIRONMENT
+    )
+    settings: dict[str, Any] = key({}, "further settings of the library's environment", needs=_ENVIRONMENT)
+    tasks: int | None = key(None, "tasks to read, null = all of them", min=1, needs=_ENVIRONMENT)
+    success: str | None = key(
+        None, "metric that a held-out evaluation reports, null = the reward", needs=_ENVIRONMENT
+    )
+    max_turns: int = key(16, "turns of one agent in one episode", min=1, needs=_ENVIRONMENT)
+    concurrency: int = key(64, "episodes in flight at once", min=1, needs=_ENVIRONMENT)
+    timeout_seconds: float = key(600.0, "of one episode", above=0, needs=_ENVIRONMENT)
+    start_seconds: float = key(
+        600.0, "until its tasks are loaded, and until its tools are up", above=0, needs=_ENVIRONMENT
+    )
+    stall_seconds: float = key(
+        120.0, "its event loop may stand still for this long", above=0, needs=_ENVIRONMENT
     )
 
 
@@ -1273,6 +1308,7 @@ class Config:
     model: ModelConfig = section(ModelConfig)
     task: TaskConfig = section(TaskConfig)
     evaluation: EvaluationConfig = section(EvaluationConfig)
+    environment: EnvironmentConfig = section(EnvironmentConfig)
     rollouts: RolloutsConfig = section(RolloutsConfig)
     batch: BatchConfig = section(BatchConfig)
     packing: PackingConfig = section(PackingConfig)
@@ -1354,13 +1390,14 @@ class Config:
     @property
     def reads_prompts(self) -> bool:
         """Whether responses to prompts of the task are generated."""
-        return self.generates and self.recipe is not Recipe.sft and self.sft.path is None
+        asked = self.environment.taskset is None and self.recipe is not Recipe.sft
+        return self.generates and asked and self.sft.path is None
 
     @property
     def demonstrates(self) -> bool:
         """Whether the task's answers are trained on."""
         supervised = self.recipe is Recipe.sft and self.sft.path is None
-        return self.warm_start.steps > 0 or supervised
+        return (self.warm_start.steps > 0 and self.environment.taskset is None) or supervised
 
     @property
     def needs_reference(self) -> bool:

@@ -105,8 +105,10 @@ class Sample:
     `response_mask`: the tokens that the policy generated; `loss_mask`: the subset that is trained (None = all
     of it). Log-probs are defined where `response_mask` is true. The layer axis of `routes` is in the order of
     `ExpertLayout.routed_layers`. `policy_version` counts the optimizer steps behind the sample's oldest
-    token. `reward_parts`: the parts of the reward, where it has several, before weights; a part that does not
-    judge is None. `has_placeholders`: some tokens stand for an image or audio, so padding never repeats them.
+    token. `episode`: samples of equal episodes are parts of one, as the branches of a conversation, and count
+    once; None: the sample is an episode of its own. `reward_parts`: the parts of the reward, where it has
+    several, before weights; a part that does not judge is None. `has_placeholders`: some tokens stand for an
+    image or audio, so padding never repeats them.
     """
 
     id: str = field(metadata=_stored(Kind.name, column="sample_id", required=True))
@@ -123,6 +125,7 @@ class Sample:
     finish_reason: str | None = field(default=None, metadata=_stored(Kind.text))
     prompt: str | None = field(default=None, metadata=_stored(Kind.text))
     response: str | None = field(default=None, metadata=_stored(Kind.text))
+    episode: str | None = field(default=None, metadata=_stored(Kind.text, column="episode_id"))
     has_placeholders: bool = field(default=False, metadata=_stored(Kind.flag))
     reward_parts: Mapping[str, float | None] | None = field(default=None, metadata=_computed(Kind.parts))
 

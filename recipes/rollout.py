@@ -8,8 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from olmo_rl.collections.generation import build_parts
-from olmo_rl.collections.sources import GeneratingSource
+from olmo_rl.collections.environment_parts import (
+    EnvironmentParts,
+    OpenedEnvironment,
+    build_environment_parts,
+    open_environment,
+)
+from olmo_rl.collections.environment_source import EnvironmentSource
+from olmo_rl.collections.generation import RolloutParts, build_parts
+from olmo_rl.collections.sources import GeneratingSource, RolloutSource
 from olmo_rl.config import Config
 from olmo_rl.data.files import write_collection
 from olmo_rl.data.inputs import Inputs
@@ -25,15 +32,30 @@ def generate(config: Config, *, inputs: Inputs | None = None) -> None:
     """One rank, top to bottom: load weights, publish them to the engine, generate, write. `inputs`: what the
     preflight read.
     """
+    environment = open_environment(config)
+    try:
+        _generate(config, inputs=inputs, environment=environment)
+    finally:
+        if environment is not None:
+            environment.close()
+
+
+def _generate(config: Config, *, inputs: Inputs | None, environment: OpenedEnvironment | None) -> None:
     problems = None if inputs is None else inputs.problems
-    config = warm_start(config, problems=problems)
+    config = warm_start(config, problems=problems, environment=environment)
     strategy = ExpertParallelStrategy(config)
-    local = build_parts(config, strategy=strategy, problems=problems)
-    source = GeneratingSource(config, parts=local, strategy=strategy)
+    parts: RolloutParts | EnvironmentParts
+    source: RolloutSource
+    if environment is None:
+        parts = build_parts(config, strategy=strategy, problems=problems)
+        source = GeneratingSource(config, parts=parts, strategy=strategy)
+    else:
+        parts = build_environment_parts(config, opened=environment, strategy=strategy)
+        source = EnvironmentSource(config, parts=parts, strategy=strategy)
     directory = Path(config.run_dir) / "rollouts"
 
     module = PolicyModule(config, objective=POLICY)
-    module.publish = local.publish
+    module.publish = parts.publish
     samples = config.batch.samples_per_step
     assert samples is not None, "refusals require batch.samples_per_step for a generating source"
     groups = -(-samples * config.batch.steps_per_collection // config.rollouts.group_size)
@@ -61,6 +83,6 @@ def generate(config: Config, *, inputs: Inputs | None = None) -> None:
         trainer = build_trainer(config, strategy=strategy, max_steps=-1, callbacks=[], loggers=[])
         trainer.predict(module, dataloaders=range(config.rollouts.collections), return_predictions=False)
     finally:
-        local.close()
+        parts.close()
     if trainer.is_global_zero:
         Console().print(f"rollouts: {directory}", soft_wrap=True)

@@ -11,6 +11,13 @@ from rich.table import Table
 
 from olmo_rl.chosen_checkpoint import resolve_checkpoint
 from olmo_rl.collections.datamodule import RolloutDataModule
+from olmo_rl.collections.environment_parts import (
+    EnvironmentParts,
+    OpenedEnvironment,
+    build_environment_parts,
+    open_environment,
+)
+from olmo_rl.collections.environment_source import EnvironmentSource, HeldOutEpisodes
 from olmo_rl.collections.generation import RolloutParts, build_parts
 from olmo_rl.collections.sources import FileSource, GeneratingSource, RolloutSource
 from olmo_rl.config import Config
@@ -19,6 +26,7 @@ from olmo_rl.data.means import shown
 from olmo_rl.data.tokenizers import Tokenizer, local_tokenizer
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.callbacks import ContractLog, Evaluation
+from olmo_rl.running.environment_evaluation import EnvironmentEvaluation
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.reward_picture import draw_reward
 from olmo_rl.running.sample_files import SampleFiles
@@ -45,22 +53,43 @@ def train(config: Config, *, inputs: Inputs | None = None, watchers: Sequence[Ca
     """
     inputs = Inputs() if inputs is None else inputs
     checkpoint = resolve_checkpoint(config)
-    config = warm_start(config, problems=inputs.problems)
+    environment = open_environment(config)
+    try:
+        _train(config, inputs=inputs, watchers=watchers, checkpoint=checkpoint, environment=environment)
+    finally:
+        if environment is not None:
+            environment.close()
+
+
+def _train(
+    config: Config,
+    *,
+    inputs: Inputs,
+    watchers: Sequence[Callback],
+    checkpoint: str | None,
+    environment: OpenedEnvironment | None,
+) -> None:
+    config = warm_start(config, problems=inputs.problems, environment=environment)
     strategy = ExpertParallelStrategy(config)
     module = PolicyModule(config, objective=POLICY)
     module.recorded_reference = inputs.carries_reference
-    parts = None
-    if config.generates:
+    parts: RolloutParts | EnvironmentParts | None = None
+    if environment is not None:
+        parts = build_environment_parts(config, opened=environment, strategy=strategy)
+    elif config.generates:
         parts = build_parts(config, strategy=strategy, problems=inputs.problems)
     source = _source(config, parts=parts, inputs=inputs, strategy=strategy)
     data = RolloutDataModule(config, source=source)
     contract = ContractLog(config.run_dir)
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation | EnvironmentEvaluation | None = None
     if parts is not None:
         module.publish = parts.publish
-        if config.task.eval_problems > 0 or config.evaluation.sets:
-            evaluation = Evaluation(config, parts=parts, contract=contract)
     kept = [] if config.callbacks.samples == 0 else [SampleFiles(config, tokenizer=_tokenizer(config, parts))]
+    if isinstance(parts, RolloutParts) and (config.task.eval_problems > 0 or config.evaluation.sets):
+        evaluation = Evaluation(config, parts=parts, contract=contract)
+    if isinstance(parts, EnvironmentParts) and config.task.eval_problems > 0:
+        held_out = HeldOutEpisodes(config, parts=parts, strategy=strategy)
+        evaluation = EnvironmentEvaluation(config, episodes=held_out, contract=contract)
     try:
         trainer, interrupted = fit(
             config,
@@ -86,19 +115,25 @@ def train(config: Config, *, inputs: Inputs | None = None, watchers: Sequence[Ca
 
 
 def _source(
-    config: Config, *, parts: RolloutParts | None, inputs: Inputs, strategy: ExpertParallelStrategy
+    config: Config,
+    *,
+    parts: RolloutParts | EnvironmentParts | None,
+    inputs: Inputs,
+    strategy: ExpertParallelStrategy,
 ) -> RolloutSource:
     if parts is None:
         return FileSource(config, inputs=inputs)
+    if isinstance(parts, EnvironmentParts):
+        return EnvironmentSource(config, parts=parts, strategy=strategy)
     return GeneratingSource(config, parts=parts, strategy=strategy)
 
 
-def _tokenizer(config: Config, parts: RolloutParts | None) -> Tokenizer | None:
+def _tokenizer(config: Config, parts: RolloutParts | EnvironmentParts | None) -> Tokenizer | None:
     """The tokenizer of the samples; None where files are trained whose tokenizer is not on this machine."""
-    return local_tokenizer(config.model) if parts is None else parts.tokenizer
+    return parts.tokenizer if isinstance(parts, RolloutParts) else local_tokenizer(config.model)
 
 
-def _close(config: Config, *, evaluation: Evaluation | None, skipped: int) -> None:
+def _close(config: Config, *, evaluation: Evaluation | EnvironmentEvaluation | None, skipped: int) -> None:
     """Pictures and the closing table."""
     metrics = Path(config.run_dir) / "metrics.csv"
     rows = [row for row in read_metrics(metrics) if "packing/packs" in row] if metrics.is_file() else []

@@ -82,6 +82,17 @@ def test_a_group_of_one_gets_zero_and_is_counted() -> None:
     assert counts["single_groups"] == 1
 
 
+def test_the_branches_of_an_episode_count_once_and_share_its_advantage() -> None:
+    samples = make_samples([1.0, 1.0, 1.0, 0.0], groups=["g"] * 4)
+    for sample, episode in zip(samples, ["e", "e", "e", None], strict=True):
+        sample.episode = episode
+    counts = assign_advantages(samples, config=LossConfig(normalize_advantages=False))
+    assert [sample.advantage for sample in samples] == [0.5, 0.5, 0.5, -0.5], "0.25 if branches counted"
+    assert (counts["groups"], counts["constant_groups"], counts["single_groups"]) == (1, 0, 0)
+    assert assign_advantages(samples[:3], config=LossConfig())["single_groups"] == 1
+    assert [sample.advantage for sample in samples[:3]] == [0.0, 0.0, 0.0]
+
+
 def test_only_groups_of_one_is_a_loud_warning() -> None:
     samples = make_samples([1.0, 0.0], ["a", "b"])
     with pytest.warns(UserWarning, match="all 2 groups hold one sample"):

@@ -120,6 +120,20 @@ def test_a_stop_token_ends_its_sequence_is_kept_and_is_scored() -> None:
             assert len(response) == 8
 
 
+def test_any_of_several_stop_tokens_ends_a_sequence() -> None:
+    decoder, stops = decoder_of(), [STOP, STOP + 1]
+    free = engine_of(decoder).generate(requests_of(60), max_new_tokens=8, seed=3)
+    cut = engine_of(decoder).generate(requests_of(60), max_new_tokens=8, stop_token=stops, seed=3)
+    lasts = set()
+    for whole, part in zip(free, cut, strict=True):
+        response = whole.tokens[-8:].tolist()
+        ends = [place for place, token in enumerate(response) if token in stops]
+        assert part.tokens.tolist() == whole.tokens[: len(whole.tokens) - 8 + min([*ends, 7]) + 1].tolist()
+        assert part.finish_reason == ("stop" if ends else "length")
+        lasts |= {response[ends[0]]} if ends else set()
+    assert lasts == set(stops), "each of them ended some"
+
+
 def test_without_a_stop_token_every_sequence_runs_to_the_limit() -> None:
     for g in engine_of(decoder_of()).generate(requests_of(), max_new_tokens=3, seed=3):
         assert len(g.logprobs) == 3

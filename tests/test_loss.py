@@ -37,6 +37,7 @@ from olmo_rl.policy.loss import (
     policy_loss,
     scored_slots,
     sft_loss,
+    slot_weights,
 )
 from olmo_rl.types import Refusal, Sample, Topology
 
@@ -210,6 +211,28 @@ def test_response_mean_counts_responses_and_not_packs() -> None:
     assert response_and_token_mean([[[4.0]], [[1.0, 1.0, 1.0]]]) == pytest.approx((2.5, 1.75))
     # A fully masked response adds neither a value nor a count.
     assert response_and_token_mean([[[4.0], [], [1.0, 1.0, 1.0]]]) == pytest.approx((2.5, 1.75))
+
+
+def test_an_episode_of_two_branches_is_one_response() -> None:
+    """Branches of 1 and 3 tokens beside a response of 2: each token of the episode weighs 1 / (4 x 2)."""
+    samples = [
+        make_sample([1, 2], mask=[0, 1], id="a"),
+        make_sample([1, 2, 3, 4], mask=[0, 1, 1, 1], id="b"),
+        make_sample([1, 2, 3], mask=[0, 1, 1], id="c"),
+    ]
+    samples[0].episode = samples[1].episode = "e"
+    normalisers = count_normalisers(samples)
+    assert normalisers == Normalisers(tokens=6, responses=2, episodes={"a": 4, "b": 4})
+    weights = [
+        slot_weights(
+            scored_slots(make_pack(part)),
+            reduction=Reduction.response,
+            normalisers=normalisers,
+            dtype=torch.float64,
+        ).tolist()
+        for part in (samples, samples[1:])
+    ]
+    assert weights == [[0.125] * 4 + [0.25] * 2, [0.125] * 3 + [0.25] * 2], "whichever packs they lie in"
 
 
 def test_a_masked_response_does_not_count_as_a_response() -> None:

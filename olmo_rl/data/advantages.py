@@ -39,7 +39,7 @@ def assign_advantages(
     bound takes it afterwards, and however many members its group once had. A sample whose reward is not
     finite, because a verifier failed or cannot judge, does not vote: it gets 0 and a loss mask of all false.
     With `loss.truncated_votes=false` responses cut at the length limit do not vote either; they still get an
-    advantage from the votes of others.
+    advantage from the votes of others. The samples of one episode have one vote, and share its advantage.
 
     Counts: `groups`; `constant_groups` (equal rewards, groups of one included); `single_groups`;
     `failed_rewards` (samples).
@@ -49,7 +49,8 @@ def assign_advantages(
     if divergences is not None:
         rewards = rewards - config.kl_reward_coef * divergences
     cut = np.array([sample.finish_reason == "length" for sample in samples], dtype=np.bool_)
-    votes = judged if config.truncated_votes else judged & ~cut
+    leaders = _leaders(samples, judged=judged)
+    votes = (judged if config.truncated_votes else judged & ~cut) & (leaders == np.arange(len(samples)))
     counts = {"groups": 0, "constant_groups": 0, "single_groups": 0, "failed_rewards": int((~judged).sum())}
     advantages = np.zeros(len(samples), dtype=np.float64)
     for positions in _groups(samples).values():
@@ -61,9 +62,10 @@ def assign_advantages(
             advantages[usable] = _leave_one_out(values, voting)
         counts["groups"] += 1
         counts["constant_groups"] += _all_equal(values)
-        counts["single_groups"] += len(positions) == 1
+        counts["single_groups"] += len(set(leaders[positions].tolist())) == 1
     if config.advantage is AdvantageKind.batch:
         advantages[judged] = _batch(rewards[judged], votes[judged])
+    advantages[judged] = advantages[leaders[judged]]
     for position, advantage in enumerate(advantages.tolist()):
         samples[position].advantage = advantage
     for position in np.flatnonzero(~judged).tolist():
@@ -153,6 +155,17 @@ def _groups(samples: Sequence[Sample]) -> dict[str, NDArray[np.int64]]:
     for position, sample in enumerate(samples):
         members.setdefault(sample.group, []).append(position)
     return {group: np.array(positions, dtype=np.int64) for group, positions in members.items()}
+
+
+def _leaders(samples: Sequence[Sample], *, judged: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """int64 [samples]: of each sample the first one of its episode, a judged one where there is any."""
+    first: dict[str, int] = {}
+    for position, sample in enumerate(samples):
+        known = None if sample.episode is None else first.get(sample.episode)
+        if sample.episode is not None and (known is None or (judged[position] and not judged[known])):
+            first[sample.episode] = position
+    leaders = [i if sample.episode is None else first[sample.episode] for i, sample in enumerate(samples)]
+    return np.array(leaders, dtype=np.int64)
 
 
 def _all_equal(rewards: NDArray[np.float64]) -> bool:

@@ -11,6 +11,7 @@ a per-token field that the table lacks (`ValueError`: both are internal errors).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -187,10 +188,18 @@ def _routes(samples: Sequence[Sample], *, layout: ExpertLayout, topology: Topolo
 
 def count_normalisers(samples: Sequence[Sample]) -> Normalisers:
     """Global denominators of one optimizer step, from all its samples: scored tokens, responses that have
-    any.
+    any. The samples of one episode are one response.
     """
     scored = [int(sample.scored.sum()) for sample in samples]
-    return Normalisers(tokens=sum(scored), responses=sum(count > 0 for count in scored))
+    names = [("sample", s.id) if s.episode is None else ("episode", s.episode) for s in samples]
+    tokens, parts = Counter[tuple[str, str]](), Counter(names)
+    for name, count in zip(names, scored, strict=True):
+        tokens[name] += count
+    return Normalisers(
+        tokens=sum(scored),
+        responses=sum(count > 0 for count in tokens.values()),
+        episodes={s.id: tokens[name] for s, name in zip(samples, names, strict=True) if parts[name] > 1},
+    )
 
 
 def step_of_rank(

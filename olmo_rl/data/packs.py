@@ -327,11 +327,13 @@ class Pack:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Normalisers:
     """Global denominators of one optimizer step, over all packs of all ranks: scored tokens, and responses
-    with at least one scored token.
+    with at least one scored token. The samples of one episode are one response; `episodes`: its scored
+    tokens, by the id of each sample that shares it with another.
     """
 
     tokens: int
     responses: int
+    episodes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)

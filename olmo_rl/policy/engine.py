@@ -31,7 +31,7 @@ from torch import Tensor
 from olmo_rl.config import ModelConfig
 from olmo_rl.hf.names import refuse_mismatches
 from olmo_rl.policy.hybrid import HybridDecoder
-from olmo_rl.policy.sampling import Sampling, choose_tokens, uniforms_of
+from olmo_rl.policy.sampling import Sampling, StopTokens, choose_tokens, stop_ids, uniforms_of
 from olmo_rl.types import Refusal
 
 # Sequences that have ended are computed on until they are this share of the batch; dropping them copies the
@@ -124,7 +124,7 @@ class LocalEngine:
         requests: Sequence[Request],
         *,
         max_new_tokens: int,
-        stop_token: int | None = None,
+        stop_token: StopTokens = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         greedy: bool = False,
@@ -138,7 +138,7 @@ class LocalEngine:
         assert self.version is not None, "publish weights before generating"
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
-            stop_token=stop_token,
+            stop_tokens=stop_ids(stop_token),
             temperature=temperature,
             top_p=top_p,
             greedy=greedy,
@@ -283,8 +283,8 @@ class _Batch:
         self._logprobs[rows, target] = logprobs.gather(1, tokens[:, None])[:, 0].float()
         is_open = self._open[drawing]
         stopped = torch.zeros_like(is_open)
-        if self._sampling.stop_token is not None:
-            stopped = is_open & (tokens == self._sampling.stop_token)
+        for stop_token in self._sampling.stop_tokens:
+            stopped |= is_open & (tokens == stop_token)
         self._lengths[rows[stopped]] = target + 1
         self._stopped[rows[stopped]] = True
         self._open[drawing] = is_open & ~stopped & (target + 1 < self._limits[rows])

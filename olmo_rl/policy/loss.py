@@ -95,13 +95,19 @@ def slot_weights(
     """[S] weights of each slot in the step's mean.
 
     `token`: 1 / global scored tokens. `response`: 1 / (scored tokens of the response x global responses that
-    have any). With `constant_length`: 1 / (constant_length x global responses), Dr.GRPO (arXiv 2503.20783):
-    the sum over a response is not divided by the response's own length.
+    have any); the samples of one episode are one response. With `constant_length`: 1 / (constant_length x
+    global responses), Dr.GRPO (arXiv 2503.20783): the sum over a response is not divided by the response's
+    own length.
     """
     ones = torch.ones_like(slots.slots, dtype=dtype)
     if reduction is Reduction.token:
         return ones / max(1, normalisers.tokens)
     lengths = _per_document(ones, slots=slots) if constant_length is None else constant_length * ones
+    if normalisers.episodes and constant_length is None:
+        whole = [normalisers.episodes.get(id, 0) for id in slots.ids]
+        whole += [0] * (slots.num_documents - len(whole))  # pads score nothing
+        episodes = ones.new_tensor(whole)[slots.documents]
+        lengths = torch.where(episodes > 0, episodes, lengths)
     return ones / (lengths * max(1, normalisers.responses))
 
 

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from olmo_rl.types import Refusal
 
+StopTokens = int | Sequence[int] | None  # ids that end a response and belong to it: one, several, or none
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How tokens are chosen."""
 
     max_new_tokens: int
-    stop_token: int | None
+    stop_tokens: tuple[int, ...]
     temperature: float
     top_p: float
     greedy: bool
@@ -38,6 +40,13 @@ class Sampling:
             )
         if reasons:
             raise Refusal(reasons)
+
+
+def stop_ids(stop: StopTokens) -> tuple[int, ...]:
+    """The ids that end a response."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, int) else tuple(stop)
 
 
 def choose_tokens(logprobs: Tensor, *, uniforms: Tensor | None, temperature: float, top_p: float) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from olmo_rl.config import Config, Recipe
 from olmo_rl.refusals.batches import BALANCE, BATCH, PACKING, ROLLOUTS
 from olmo_rl.refusals.computing import COMPUTING
+from olmo_rl.refusals.environments import ENVIRONMENT
 from olmo_rl.refusals.rule import Rule, generated
 from olmo_rl.refusals.runs import LOSS, RUN, TASK
 from olmo_rl.refusals.shapes import MODEL, RANKS, UPCYCLE
@@ -27,6 +28,7 @@ WRITTEN: tuple[Rule, ...] = (
     *COMPUTING,
     *LOSS,
     *TASK,
+    *ENVIRONMENT,
     *RUN,
     *UPCYCLE,
 )

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from olmo_rl.config import RolloutsConfig
 from olmo_rl.policy.engine import Generation, Request
+from olmo_rl.policy.sampling import StopTokens
 from olmo_rl.rollouts.answers import Wanted, generation_of
 from olmo_rl.rollouts.control import CONTROL_TIMEOUT_SECONDS, Control, Engine
 from olmo_rl.rollouts.exchange import (
@@ -112,11 +113,12 @@ class RemoteEngine:
     async def _open(self) -> httpx.AsyncClient:
         return client_with(token=self._config.token)
 
-    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `work` in the event loop of this client."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _call(self, work: Coroutine[Any, Any, T], *, wait: Wait = Future.result) -> T:
-        future = self._start(work)
+        future = self.run(work)
         wait(future)
         return future.result()
 
@@ -187,7 +189,7 @@ class RemoteEngine:
         requests: Sequence[Request],
         *,
         max_new_tokens: int,
-        stop_token: int | None = None,
+        stop_token: StopTokens = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
         greedy: bool = False,
@@ -208,7 +210,7 @@ class RemoteEngine:
         requests: Sequence[Request],
         *,
         max_new_tokens: int,
-        stop_token: int | None,
+        stop_token: StopTokens,
         temperature: float,
         top_p: float,
         seed: int,
@@ -219,7 +221,30 @@ class RemoteEngine:
         counts = self.counts if counts is None else counts
         counts.asked += len(requests)
         work = self._all(requests, body=body, seed=seed, counts=counts)
-        return self._start(work)
+        return self.run(work)
+
+    async def answer(
+        self,
+        request: Request,
+        *,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int],
+        temperature: float,
+        top_p: float,
+        seed: int,
+        counts: Counts,
+    ) -> Generation | None:
+        """Continue one request, for callers in this client's loop; None where it was abandoned. Cancelling
+        the call ends the request at its engine.
+        """
+        body = self._body(max_new_tokens, stop_token=stop_tokens, temperature=temperature, top_p=top_p)
+        counts.asked += 1
+        sent = {**body, "model": await self._served_model()}
+        return await self._one(request, body=sent, seed=seed, counts=counts)
+
+    async def compare_versions(self) -> None:
+        """Take engines out of service that no longer have the weights that they were given."""
+        await asyncio.gather(*(self._fleet.compare_version(engine) for engine in self.engines))
 
     def probe(
         self, requests: Sequence[Request], *, max_new_tokens: int, seed: int
@@ -228,7 +253,7 @@ class RemoteEngine:
         Each is asked once, and nothing is counted.
         """
         body = self._body(max_new_tokens)
-        return self._start(self._probe(requests, body=body, seed=seed))
+        return self.run(self._probe(requests, body=body, seed=seed))
 
     async def _probe(
         self, requests: Sequence[Request], *, body: Mapping[str, Any], seed: int
@@ -262,7 +287,7 @@ class RemoteEngine:
         self,
         max_new_tokens: int,
         *,
-        stop_token: int | None = None,
+        stop_token: StopTokens = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> dict[str, Any]:
@@ -295,7 +320,7 @@ class RemoteEngine:
     async def _all(
         self, requests: Sequence[Request], *, body: Mapping[str, Any], seed: int, counts: Counts
     ) -> list[Generation | None]:
-        await asyncio.gather(*(self._fleet.compare_version(engine) for engine in self.engines))
+        await self.compare_versions()
         body = {**body, "model": await self._served_model()}
         tasks = [
             asyncio.create_task(self._one(request, body=body, seed=seed, counts=counts))

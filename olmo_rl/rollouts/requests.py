@@ -15,6 +15,7 @@ import httpx
 
 from olmo_rl.config import Source
 from olmo_rl.policy.engine import Request
+from olmo_rl.policy.sampling import StopTokens, stop_ids
 from olmo_rl.rollouts.answers import Wanted, fitting_answer
 from olmo_rl.rollouts.exchange import EngineFault, RejectedRequest, exchange
 from olmo_rl.rollouts.wire import Completion
@@ -34,7 +35,7 @@ def common_body(
     source: Source,
     *,
     max_new_tokens: int,
-    stop_token: int | None,
+    stop_token: StopTokens,
     temperature: float,
     top_p: float,
     routes: bool,
@@ -54,8 +55,8 @@ def common_body(
         "return_token_ids": True,
         "n": 1,
     }
-    if stop_token is not None:
-        body["stop_token_ids"] = [stop_token]
+    if stops := stop_ids(stop_token):
+        body["stop_token_ids"] = list(stops)
     if routes and sglang:
         body["return_routed_experts"] = True
     return body

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from olmo_rl.backends import attention_of, linear_of
-from olmo_rl.collections.supervised import SupervisedDataModule, TaskDemonstrations
+from olmo_rl.collections.environment_parts import OpenedEnvironment
+from olmo_rl.collections.environment_source import EnvironmentDemonstrations
+from olmo_rl.collections.supervised import SupervisedDataModule, SupervisedSource, TaskDemonstrations
 from olmo_rl.complete_files import write_complete
 from olmo_rl.config import Config, ScheduleKind
 from olmo_rl.data.tokenizers import fitting_tokenizer
@@ -42,7 +44,12 @@ _SHAPING_LOSSES = (
 _WEIGHTS = ("*.distcp", "*.safetensors")  # of a checkpoint, of a Hugging Face directory
 
 
-def warm_start(config: Config, *, problems: Sequence[Problem] | None = None) -> Config:
+def warm_start(
+    config: Config,
+    *,
+    problems: Sequence[Problem] | None = None,
+    environment: OpenedEnvironment | None = None,
+) -> Config:
     """The configuration with `init_from` pointing at warmed weights; unchanged where no warm start is asked
     for.
 
@@ -67,12 +74,16 @@ def warm_start(config: Config, *, problems: Sequence[Problem] | None = None) -> 
     if not strategy.broadcast(_whole(path)):
         module = PolicyModule(supervised, objective=SUPERVISED)
         tokenizer = fitting_tokenizer(config.model)
-        source = TaskDemonstrations(
-            supervised,
-            task=task_of(config, tokenizer=tokenizer, problems=problems),
-            tokenizer=tokenizer,
-            strategy=strategy,
-        )
+        source: SupervisedSource
+        if environment is not None:
+            source = EnvironmentDemonstrations(supervised, opened=environment, strategy=strategy)
+        else:
+            source = TaskDemonstrations(
+                supervised,
+                task=task_of(config, tokenizer=tokenizer, problems=problems),
+                tokenizer=tokenizer,
+                strategy=strategy,
+            )
         data = SupervisedDataModule(
             supervised, source=source, samples_per_step=config.warm_start.samples_per_step
         )
@@ -133,6 +144,7 @@ def _digest(config: Config) -> str:
         "init_from": config.init_from,
         "model": asdict(config.model),
         "task": asdict(config.task),
+        "environment": asdict(config.environment),
         "contents": [_contents(path) for path in (config.init_from, config.task.path)],
         "warm_start": asdict(config.warm_start),
         "packing": asdict(config.packing),

@@ -17,6 +17,7 @@ from olmo_rl.types import Refusal
 
 MAX_BODY_BYTES = 16 * 2**20
 MAX_PROMPTS = 1024  # of one body, as in vLLM
+MAX_STOPS = 256  # ids that end a response
 MAX_RESPONSES = 4096  # of one body: prompts x n
 _INT64 = 2**63
 
@@ -28,7 +29,7 @@ class Sampling:
     max_tokens: int
     temperature: float
     top_p: float
-    stop_token: int | None
+    stop_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +124,10 @@ def _sampling(body: Mapping[str, Any], *, tokenizer: Tokenizer, vocab_size: int,
     stops = [tokenizer.eos_id] if stops is None else stops
     if flag(body, "ignore_eos"):
         stops = []
-    if not isinstance(stops, list) or len(stops) > 1 or any(type(token) is not int for token in stops):
-        raise Refusal("stop_token_ids: this engine ends responses at one token id")
+    if not isinstance(stops, list) or any(type(token) is not int for token in stops):
+        raise Refusal("stop_token_ids: no list of token ids")
+    if len(stops) > MAX_STOPS:
+        raise Refusal(f"stop_token_ids: {len(stops)} ids, {MAX_STOPS} at most")
     if any(not 0 <= token < vocab_size for token in stops):
         raise Refusal(f"stop_token_ids: an id outside 0..{vocab_size - 1}")
     top_p = number(body, "top_p", default=1.0)
@@ -134,7 +137,7 @@ def _sampling(body: Mapping[str, Any], *, tokenizer: Tokenizer, vocab_size: int,
         max_tokens=integer(body, "max_tokens", default=16, lowest=1),
         temperature=number(body, "temperature", default=1.0),
         top_p=top_p,
-        stop_token=stops[0] if stops else None,
+        stop_tokens=tuple(sorted(set(stops))),
     )
 
 

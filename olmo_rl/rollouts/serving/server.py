@@ -6,7 +6,7 @@ client has left, and aborted ones, are dropped from the running batch. Until wei
 answer 503.
 
 `vllm` and `sglang` have the routes and fields of the two programs; each accepts no more than
-its program does, and fewer settings: one stop token, neutral top_k, min_p and penalties, no streams.
+its program does, and fewer settings: neutral top_k, min_p and penalties, no streams.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class EngineServer:
             return self.engine.generate(
                 [one.request for one in batch],
                 max_new_tokens=sampling.max_tokens,
-                stop_token=sampling.stop_token,
+                stop_token=sampling.stop_tokens,
                 temperature=sampling.temperature or 1.0,
                 top_p=sampling.top_p,
                 greedy=sampling.temperature == 0,
