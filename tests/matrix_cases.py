@@ -64,7 +64,7 @@ RECOMPUTED = {
     (2, 1): (Recompute.none, Recompute.full),
     (2, 2): tuple(Recompute),
     (4, 2): (Recompute.none, Recompute.full),
-    (4, 4): (Recompute.none,),
+    (4, 4): (Recompute.none, Recompute.full),
 }
 SHARING = ((1, 1), (2, 2), (4, 2))  # where samples of a group also share rows
 UPDATES = 2

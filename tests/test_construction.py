@@ -30,7 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_initial_weights_are_the_same_bits_on_every_topology_and_as_before(
+def test_initial_weights_are_the_same_bits_on_every_topology_and_the_draws_of_before(
     tied: bool, built: dict[str, list[dict[str, Any]]]
 ) -> None:
     initial = unsharded(seed=SEED, tied=tied)

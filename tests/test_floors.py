@@ -93,8 +93,8 @@ WITH_TORCH = {  # the tensors of floor 1; files and weights of Hugging Face dire
 IN_THE_LIBRARY = {"olmo_rl.environments.plain", "olmo_rl.environments.chat_loop"}
 USES_TORCH = {"torch", "lightning", "torchtitan", "fla", "triton", "safetensors.torch"}
 MAX_LINES = 400
-# A table: every key with its description, read by section; and an engine with its batch.
-LONGER = {"olmo_rl/config.py": 1500, "olmo_rl/policy/engine.py": 420}
+# A table: every key with its description, read by section.
+LONGER = {"olmo_rl/config.py": 1500}
 
 
 def module_name(path: Path) -> str:

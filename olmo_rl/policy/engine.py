@@ -78,7 +78,7 @@ class LocalEngine:
         max_state_bytes: int = 2**30,
     ) -> None:
         """`max_state_bytes` bounds the decoding state: more requests than fit are generated batch by
-        batch.
+        batch. Dropping and branching sequences copies it: for a moment a batch holds up to twice as much.
         """
         self.version: int | None = None
         self._config, self._device, self._dtype = config, device, dtype
