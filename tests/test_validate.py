@@ -265,7 +265,7 @@ def test_a_sweep_goes_on_after_a_refused_job_and_ends_with_its_code(tmp_path: Pa
     assert "job 2: refused, one reason:" in done.stderr
     assert "sweep: 4 jobs, 2 refused, 0 failed" in done.stderr
     sweep = tmp_path / "outputs" / "packed_moe"
-    assert {path.name for path in sweep.iterdir() if path.is_dir()} == {"0", "1", "2", "3"}
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == {"1", "3"}, "no refused job"
     for job, budget in enumerate([8, 256, 9, 512]):
         records, plan = sweep / str(job) / ".hydra" / "config.yaml", sweep / str(job) / "plan.json"
         assert records.exists() == plan.exists() == (budget > 64)
