@@ -288,7 +288,7 @@ def fill_the_disk(config: Config) -> None:
 
 
 def test_a_full_disk_is_refused_with_numbers(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=r"disk full: .* [\d,]+ of [\d,]+ MiB are free there: free space"):
+    with pytest.raises(Refusal, match=r"disk full: .* [\d,.]+ of [\d,.]+ MiB are free there: free"):
         run_ranks(fill_the_disk, world(1, directory=tmp_path))
 
 
