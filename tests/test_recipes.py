@@ -278,7 +278,8 @@ def test_a_sweep_of_two_rank_jobs_goes_on_after_a_refused_and_a_failed_job(place
         assert composed.packing.max_tokens == budgets[job]
     assert not (sweep / "1" / "checkpoints").exists()
     run = sweep / "2"
-    assert files_of(run) == training_files(steps=2, ranks=2) | {"reward.png", "packs.png"}
+    samples = {f"samples/step-{step}.parquet" for step in (1, 2)}
+    assert files_of(run) == training_files(steps=2, ranks=2) | samples | {"reward.png", "packs.png"}
     assert [row["step"] for row in rows_of(run)] == [1, 2]
     assert [len(records(run, "optimizer", rank=rank)) for rank in (0, 1)] == [2, 2]
 
