@@ -248,6 +248,16 @@ class Source(Choice):
     sglang = "sglang", "serving engines with the API of SGLang"
 
 
+class RolloutMode(Choice):
+    collections = "collections", "one collection after another is generated and trained"
+    continuous = "continuous", "engines always have work; a step starts when finished groups fill it"
+
+
+class Overdue(Choice):
+    wait = "wait", "the last step that may train it waits for it: no group is lost for being slow"
+    cancel = "cancel", "its requests are cancelled and its problem is asked again"
+
+
 class PublicationKind(Choice):
     directory = "directory", "files that every engine reads"
     collective = "collective", "a broadcast from rank 0"
@@ -322,6 +332,7 @@ _ENVIRONMENT = Needs(
     "without environment.taskset",
     "name the environment with environment.taskset",
 )
+_CONTINUOUS = Needs(lambda c: c.continuous, "without continuous generation", "set rollouts.mode=continuous")
 _EXPERTS = Needs(
     lambda c: c.model.num_experts != 0,
     "in a model without experts (model.num_experts=0)",
@@ -619,7 +630,16 @@ class RolloutsConfig:
     )
     group_size: int = key(8, "generated: responses of one prompt", min=1, needs=_GENERATES)
     max_new_tokens: int = key(16, "generated: response length limit", min=1, needs=_GENERATES)
-    temperature: float = key(1.0, "generated: of sampling", above=0, needs=_GENERATES)
+    temperature: float = key(
+        1.0,
+        "of sampling, and of the probabilities that are trained: logits over it",
+        above=0,
+        needs=Needs(
+            lambda c: c.recipe is not Recipe.sft,
+            "in supervised training: nothing is sampled",
+            "set recipe=train",
+        ),
+    )
     top_p: float = key(1.0, "generated: of sampling", above=0, max=1, needs=_GENERATES)
     length_penalty: float = key(
         0.0,
@@ -652,6 +672,23 @@ class RolloutsConfig:
                 "set batch.filter_zero_variance or batch.filter_truncated",
             ),
         ),
+    )
+    mode: RolloutMode = key(
+        RolloutMode.collections,
+        "vllm, sglang: how generation and training take turns",
+        needs=(
+            _ENGINES,
+            Needs(
+                lambda c: c.recipe in (Recipe.train, Recipe.validate, Recipe.check),
+                "where nothing is trained while engines generate",
+                "set recipe=train",
+            ),
+        ),
+    )
+    overdue: Overdue = key(
+        Overdue.wait,
+        "continuous: a group that the last step that may train it would leave unfinished",
+        needs=_CONTINUOUS,
     )
     max_lag: int | None = key(
         None,
@@ -1376,6 +1413,11 @@ class Config:
     def generates(self) -> bool:
         """Whether collections are generated during the run; such a source can fill a short collection."""
         return self.rollouts.source is not Source.files
+
+    @property
+    def continuous(self) -> bool:
+        """Whether serving engines generate while the run trains."""
+        return self.asks_engines and self.rollouts.mode is RolloutMode.continuous
 
     @property
     def asks_engines(self) -> bool:

@@ -160,8 +160,9 @@ FIELDS: tuple[SampleField, ...] = tuple(
 class Sampling:
     """The settings under which an engine drew its tokens; None: not recorded.
 
-    `top_k` 0 (or -1) and `top_p` 1 keep the whole vocabulary. Log-probs are trained at temperature 1 over the
-    whole vocabulary, so any other known value describes another distribution than the one that is trained.
+    `top_k` 0 (or -1) and `top_p` 1 keep the whole vocabulary. Log-probs are trained at one temperature over
+    the whole vocabulary, so any other known value describes another distribution than the one that is
+    trained.
     """
 
     temperature: float | None = field(default=None, metadata={"neutral": (1.0,)})
@@ -177,9 +178,12 @@ class Sampling:
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
-    def deviations(self) -> dict[str, float]:
-        """The recorded settings under which tokens follow another distribution than the model's own."""
+    def deviations(self, *, temperature: float = 1.0) -> dict[str, float]:
+        """The recorded settings under which tokens follow another distribution than the model's own at
+        `temperature`.
+        """
         neutral = {entry.name: entry.metadata["neutral"] for entry in fields(self)}
+        neutral["temperature"] = (temperature,)
         return {name: value for name, value in self.known().items() if value not in neutral[name]}
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from olmo_rl.chosen_checkpoint import resolve_checkpoint
+from olmo_rl.collections.continuous import ContinuousSource
 from olmo_rl.collections.datamodule import RolloutDataModule
 from olmo_rl.collections.environment_parts import (
     EnvironmentParts,
@@ -125,6 +126,8 @@ def _source(
         return FileSource(config, inputs=inputs)
     if isinstance(parts, EnvironmentParts):
         return EnvironmentSource(config, parts=parts, strategy=strategy)
+    if config.continuous:
+        return ContinuousSource(config, parts=parts, strategy=strategy)
     return GeneratingSource(config, parts=parts, strategy=strategy)
 
 

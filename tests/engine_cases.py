@@ -78,9 +78,11 @@ def weights_of(seed: int) -> dict[str, Tensor]:
 
 
 def score(
-    decoder: HybridDecoder, generations: Sequence[Generation], *, replay: bool
+    decoder: HybridDecoder, generations: Sequence[Generation], *, replay: bool, temperature: float = 1.0
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
-    """Log-probs of the generated tokens by the packed forward, and the routes it took."""
+    """Log-probs of the generated tokens by the packed forward over the temperature, and the routes it
+    took.
+    """
     tokens = torch.from_numpy(np.concatenate([g.tokens for g in generations])).long()
     trace = RouteTrace()
     routes = None
@@ -99,7 +101,7 @@ def score(
     scored = []
     for g, start in zip(generations, context.boundaries, strict=False):
         first = len(g.tokens) - len(g.logprobs)
-        rows = torch.log_softmax(logits[start + first - 1 : start + len(g.tokens) - 1], -1)
+        rows = torch.log_softmax(logits[start + first - 1 : start + len(g.tokens) - 1] / temperature, -1)
         scored.append(rows.gather(1, torch.from_numpy(g.tokens[first:]).long()[:, None])[:, 0])
     return scored, trace.ids
 

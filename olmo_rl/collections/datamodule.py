@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from olmo_rl.collections.collecting import Drawn, cut, draw_collection
+from olmo_rl.collections.continuous import ContinuousSource, refuse_lost_queue
 from olmo_rl.collections.open_collection import OpenCollection
 from olmo_rl.collections.pending import Pending
 from olmo_rl.collections.planner import StepPlanner
@@ -84,11 +85,16 @@ class RolloutDataModule(LightningDataModule):
         if self._open is not None:
             generates = self.source.generates
             pending = self._open.pending(finished=self.policy.finished_step, generates=generates)
+        queue = {}
+        if isinstance(self.source, ContinuousSource):
+            queue["queue"] = self.source.queue_state(step=self.policy_version)
+            self._source_state = self.source.state_dict()
         return {
             "collections_drawn": self.collections_drawn,
             "skips_in_a_row": self._skips_in_a_row,
             "source": self._source_state,
             "pending": None if pending is None else pending.state(),
+            **queue,
         }
 
     @override
@@ -100,6 +106,11 @@ class RolloutDataModule(LightningDataModule):
             self._source_state = source
         pending = state_dict["pending"]
         self._resumed = None if pending is None else Pending.of_state(pending)
+        queue = state_dict.get("queue")
+        if isinstance(self.source, ContinuousSource):
+            self.source.load_queue(queue, collections_drawn=self.collections_drawn)
+        else:
+            refuse_lost_queue(queue)
 
     def next_collection(self) -> OpenCollection | None:
         """The optimizer steps of the next collection; None at the end."""
@@ -119,8 +130,10 @@ class RolloutDataModule(LightningDataModule):
         if self._resumed is not None:
             return self._reopened(self._resumed)
         started = time.perf_counter()
-        if self._ahead is None:
-            found: Drawn | OpenCollection | None = self._draw(self.collections_drawn)
+        if isinstance(self.source, ContinuousSource):
+            found: Drawn | OpenCollection | None = self._open_step(self.source)
+        elif self._ahead is None:
+            found = self._draw(self.collections_drawn)
         else:
             ahead, self._ahead = self._ahead, None
             found = ahead.result()
@@ -153,6 +166,19 @@ class RolloutDataModule(LightningDataModule):
     def _divergences(self, samples: Sequence[Sample]) -> NDArray[np.float64]:
         return divergences_of(
             samples, config=self.config, reference=self.policy.reference, strategy=self.strategy
+        )
+
+    def _open_step(self, source: ContinuousSource) -> OpenCollection:
+        """The next step of continuous generation, as a collection of its own."""
+        version, steps = self.policy_version, cast(Any, self.trainer).max_steps
+        steps_left = None if steps in (-1, None) else steps - version
+        drawn = source.draw_step(step=version, steps_left=steps_left, planner=self.planner)
+        return OpenCollection(
+            drawn,
+            blocks=[drawn.samples],
+            config=self.config,
+            planner=self.planner,
+            strategy=self.strategy,
         )
 
     def _cut(self, drawn: Drawn, *, version: int) -> OpenCollection:

@@ -27,13 +27,12 @@ from olmo_rl.types import Refusal, Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticket:
-    """One group: problem `position` of the `count` that collection `index` draws, asked for the
-    `attempt`-th time, from 0.
+    """One group: problem `position` of the step's worth of problems `index`, asked for the `attempt`-th time,
+    from 0.
     """
 
     index: int
     position: int
-    count: int
     attempt: int = 0
 
     @property
@@ -42,12 +41,17 @@ class Ticket:
         return f"c{self.index}-a{self.attempt}-p{self.position}"
 
     def state(self) -> list[int]:
-        return [self.index, self.position, self.count, self.attempt]
+        return [self.index, self.position, self.attempt]
 
     @classmethod
     def of_state(cls, state: Iterable[int]) -> Ticket:
-        index, position, count, attempt = state
-        return cls(index=index, position=position, count=count, attempt=attempt)
+        index, position, attempt = state
+        return cls(index=index, position=position, attempt=attempt)
+
+    @property
+    def problem(self) -> tuple[int, int]:
+        """What all attempts share."""
+        return self.index, self.position
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -114,10 +118,18 @@ class GroupQueue:
         """Groups that were asked for and are not in a step."""
         return len(self.under_way) + len(self.finished)
 
+    @property
+    def problems(self) -> list[tuple[int, int]]:
+        """Those that engines are asked about, or will be once more."""
+        return [ticket.problem for ticket in (*self.under_way, *self._again)]
+
     def room(self, *, version: int, next_step: int, steps_left: int | None) -> int:
         """Groups more that may be asked of engines with weights `version`. `next_step`: the version that the
-        next step to be taken trains; `steps_left`: steps that the run still takes, None without an end.
+        next step to be taken trains; `steps_left`: steps that the run still takes, None without an end. None
+        while that step is exhausted: it has to come to an end.
         """
+        if self.is_exhausted:
+            return 0
         steps = self._max_lag + 1 + version - next_step
         if steps_left is not None:
             steps = min(steps, steps_left)
@@ -133,16 +145,19 @@ class GroupQueue:
         return tickets
 
     def _new(self) -> Ticket:
-        ticket = Ticket(index=self._index, position=self._position, count=self._size)
+        ticket = Ticket(index=self._index, position=self._position)
         self._position += 1
         if self._position == self._size:
             self._index, self._position = self._index + 1, 0
         return ticket
 
     def finish(self, group: Group, *, trains: bool) -> None:
-        """Take a group that is complete; one that filters took (`trains` false) leaves room for another."""
+        """Take a group that is complete, as old as its oldest sample; one that filters took (`trains` false)
+        leaves room for another.
+        """
         self.under_way.pop(group.ticket)
         if trains:
+            group.version = min(sample.policy_version for sample in group.samples.values())
             self.finished.append(group)
         else:
             self._lost_since_step += 1
@@ -155,11 +170,7 @@ class GroupQueue:
         self._lost_since_step += failed
         if ticket.attempt + 1 >= self._attempts:
             return False
-        self._again.append(
-            Ticket(
-                index=ticket.index, position=ticket.position, count=ticket.count, attempt=ticket.attempt + 1
-            )
-        )
+        self._again.append(Ticket(index=ticket.index, position=ticket.position, attempt=ticket.attempt + 1))
         return True
 
     def drop_over_age(self, step: int) -> list[Group]:
@@ -254,10 +265,10 @@ class GroupQueue:
                 f"rollouts.group_size={group_size}: the queue of ckpt_path has groups of {found} samples: "
                 "set the group size of the run that is resumed, or start a new one with init_from"
             )
-        self.finished, self.under_way = groups, {}
+        self.finished, self.under_way = groups, {group.ticket: group.version for group in begun}
         self._again = deque(Ticket.of_state(ticket) for ticket in state["again"])
         self._index, self._position, size = state["next"]
-        if size != self._size and self._position:  # of another batch: the rest of its problems is passed over
+        if size != self._size and self._position:  # of another batch: its ids end with the problems it had
             self._index, self._position = self._index + 1, 0
         self._lost_since_step = state["lost_since_step"]
         return begun

@@ -26,10 +26,10 @@ from olmo_rl.data.inputs import Inputs
 from olmo_rl.data.preflight import unknown_sampling
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.policy.engine import Generation, Request
-from olmo_rl.rollouts.engines import Counts, RemoteEngine
+from olmo_rl.rollouts.engines import RemoteEngine
+from olmo_rl.rollouts.requests import Counts
 from olmo_rl.tasks.order import PromptOrder, Taken
-from olmo_rl.tasks.problems import Problem
-from olmo_rl.tasks.rewards import Judged
+from olmo_rl.tasks.problems import Problem, Task
 from olmo_rl.tasks.shaping import ROUNDING, shaped, verdict_of
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.strategy import ExpertParallelStrategy
@@ -78,7 +78,9 @@ class FileSource:
         collection = self._inputs.take(self.paths[index], config=self._config)
         if collection.sampling.temperature is None and not self._noted:
             self._noted = True
-            collection.notes += (unknown_sampling(self.paths[index]),)
+            collection.notes += (
+                unknown_sampling(self.paths[index], temperature=self._config.rollouts.temperature),
+            )
         return collection
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,7 +217,7 @@ class GeneratingSource:
         """Hand this rank's requests to the engine; serving engines work on them from now on."""
         index, attempt, groups = key
         rollouts = self._config.rollouts
-        seed = _seed(self._config.seed, index, attempt)
+        seed = seed_of(self._config.seed, index, attempt)
         taken = self._take(groups)
         requests: list[tuple[str, str, Problem]] = []
         for number, problem in enumerate(taken.problems):
@@ -281,46 +283,45 @@ class GeneratingSource:
 
     def _samples(self, group: str, answered: Sequence[tuple[str, Problem, Generation]]) -> list[Sample]:
         """The samples of those answers to one prompt that this rank has."""
-        responses = [response_text(generation, tokenizer=self._tokenizer) for _, _, generation in answered]
-        verdicts = self._task.judge(answered[0][1], responses)
-        return [
-            self._sample(
-                group, id=id, problem=problem, generation=generation, response=response, verdict=verdict
-            )
-            for (id, problem, generation), response, verdict in zip(
-                answered, responses, verdicts, strict=True
-            )
+        samples = [
+            unjudged(generation, group=group, id=id, problem=problem, tokenizer=self._tokenizer)
+            for id, problem, generation in answered
         ]
+        judge_together(samples, problem=answered[0][1], task=self._task, rollouts=self._config.rollouts)
+        return samples
 
-    def _sample(
-        self,
-        group: str,
-        *,
-        id: str,
-        problem: Problem,
-        generation: Generation,
-        response: str,
-        verdict: Judged,
-    ) -> Sample:
-        prompt = len(generation.tokens) - len(generation.logprobs)
-        mask = np.arange(len(generation.tokens)) >= prompt
-        logprobs = np.zeros(len(generation.tokens), dtype=np.float32)
-        logprobs[prompt:] = generation.logprobs
-        judged = shaped(verdict, tokens=len(generation.logprobs), rollouts=self._config.rollouts)
-        return Sample(
-            id=id,
-            group=group,
-            tokens=np.asarray(generation.tokens, dtype=np.int32),
-            response_mask=mask,
-            behavior_logprobs=logprobs,
-            reward=judged.reward,
-            policy_version=generation.policy_version,
-            routes=generation.routes,
-            finish_reason=generation.finish_reason,
-            prompt=problem.prompt,
-            response=response,
-            reward_parts=judged.parts or None,
-        )
+
+def unjudged(
+    generation: Generation, *, group: str, id: str, problem: Problem, tokenizer: Tokenizer
+) -> Sample:
+    """An answer as a sample whose reward is not known yet: NaN."""
+    prompt = len(generation.tokens) - len(generation.logprobs)
+    mask = np.arange(len(generation.tokens)) >= prompt
+    logprobs = np.zeros(len(generation.tokens), dtype=np.float32)
+    logprobs[prompt:] = generation.logprobs
+    return Sample(
+        id=id,
+        group=group,
+        tokens=np.asarray(generation.tokens, dtype=np.int32),
+        response_mask=mask,
+        behavior_logprobs=logprobs,
+        reward=np.nan,
+        policy_version=generation.policy_version,
+        routes=generation.routes,
+        finish_reason=generation.finish_reason,
+        prompt=problem.prompt,
+        response=response_text(generation, tokenizer=tokenizer),
+    )
+
+
+def judge_together(
+    samples: Sequence[Sample], *, problem: Problem, task: Task, rollouts: RolloutsConfig
+) -> None:
+    """Give answers to one problem their rewards."""
+    verdicts = task.judge(problem, [sample.response or "" for sample in samples])
+    for sample, verdict in zip(samples, verdicts, strict=True):
+        judged = shaped(verdict, tokens=int(sample.response_mask.sum()), rollouts=rollouts)
+        sample.reward, sample.reward_parts = judged.reward, judged.parts or None
 
 
 def sampling_of(rollouts: RolloutsConfig) -> Sampling:
@@ -343,6 +344,6 @@ def response_text(generation: Generation, *, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids)
 
 
-def _seed(*parts: int) -> int:
+def seed_of(*parts: int) -> int:
     """One 63-bit seed from several integers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)

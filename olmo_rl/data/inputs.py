@@ -153,7 +153,7 @@ def read_for(config: Config, *, path: Path) -> Collection:
         collection, expected=model.expert_layout, replay=config.replay, max_seq_len=model.max_seq_len
     )
     if config.recipe is not Recipe.score:
-        check_sampling(collection)
+        check_sampling(collection, temperature=config.rollouts.temperature)
     if config.needs_reference:
         _check_reference(collection, config=config, path=path)
     return collection

@@ -69,7 +69,11 @@ def look_into_files(config: Config, findings: Findings, *, plan: bool) -> None:
         )
     if findings.unknown_sampling:
         findings.notes.append(
-            unknown_sampling(findings.unknown_sampling[0], files=len(findings.unknown_sampling))
+            unknown_sampling(
+                findings.unknown_sampling[0],
+                temperature=config.rollouts.temperature,
+                files=len(findings.unknown_sampling),
+            )
         )
     if plan and findings.files and not findings.updates and not findings.reasons:
         filters = [
@@ -200,12 +204,12 @@ def look_into_chat(config: Config, findings: Findings) -> None:
             survey.read(files)
 
 
-def unknown_sampling(path: Path, *, files: int = 1) -> str:
+def unknown_sampling(path: Path, *, temperature: float, files: int = 1) -> str:
     """The note about files that do not record how their tokens were drawn."""
     more = f" (and {files - 1} more files)" if files > 1 else ""
     return (
-        f"{path}{more}: sampling settings are unknown; training takes its tokens as drawn at temperature 1 "
-        "from the whole vocabulary"
+        f"{path}{more}: sampling settings are unknown; training takes its tokens as drawn at "
+        f"rollouts.temperature={temperature:g} from the whole vocabulary"
     )
 
 

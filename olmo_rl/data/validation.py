@@ -237,16 +237,25 @@ def check_layout(
         raise Refusal(reasons)
 
 
-def check_sampling(collection: Collection) -> None:
-    """Refuse a collection whose tokens were drawn from another distribution than the one that is trained."""
-    deviations = collection.sampling.deviations()
-    if deviations:
-        settings = ", ".join(f"{name}={value:g}" for name, value in deviations.items())
-        neutral = ", ".join(f"{entry.name}={entry.metadata['neutral'][0]:g}" for entry in fields(Sampling))
-        raise Refusal(
-            f"{collection.source}: tokens were drawn with {settings}, training computes probabilities at "
-            f"temperature 1 over the whole vocabulary: generate with {neutral}"
-        )
+def check_sampling(collection: Collection, *, temperature: float) -> None:
+    """Refuse a collection whose tokens were drawn from another distribution than the one that is trained,
+    that of `temperature`.
+    """
+    deviations = collection.sampling.deviations(temperature=temperature)
+    if not deviations:
+        return
+    settings = ", ".join(f"{name}={value:g}" for name, value in deviations.items())
+    neutral = {entry.name: entry.metadata["neutral"][0] for entry in fields(Sampling)}
+    wanted = ", ".join(
+        f"{name}={value:g}" for name, value in (neutral | {"temperature": temperature}).items()
+    )
+    drawn = deviations.get("temperature", 0.0)
+    fix = f"set rollouts.temperature={drawn:g}" if drawn > 0 and len(deviations) == 1 else ""
+    raise Refusal(
+        f"{collection.source}: tokens were drawn with {settings}, training computes probabilities at "
+        f"rollouts.temperature={temperature:g} over the whole vocabulary: "
+        f"{fix + ', or ' if fix else ''}generate with {wanted}"
+    )
 
 
 def _show(value: int | tuple[int, ...]) -> str:

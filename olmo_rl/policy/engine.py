@@ -7,8 +7,8 @@ each prompt is read once; the head is computed where a token is drawn. A sequenc
 its last but one, so that it has exactly T-1 rows of routes. Decoding state lives inside one call of
 `generate`: nothing computed with old weights outlives `publish`.
 
-Reported log-probs are those of the model's own distribution at temperature 1 over the whole vocabulary,
-whatever temperature and top-p chose the token: that is what the trainer scores, so the two can be compared.
+Reported log-probs are those of the model's distribution at the temperature of sampling over the whole
+vocabulary, whatever top-p chose the token: that is what the trainer scores, so the two can be compared.
 
 Refused: an empty prompt, a sequence that could exceed `model.max_seq_len`, sampling settings out of range,
 published weights whose names or shapes are not the model's.
@@ -129,11 +129,13 @@ class LocalEngine:
         top_p: float = 1.0,
         greedy: bool = False,
         seed: int,
+        draw: int | None = None,
         dropped: Callable[[], Set[str]] | None = None,
     ) -> list[Generation]:
-        """Continue every request, results in their order. Random numbers depend on (seed, version, request
-        id, step) alone: batches and their order change a result by rounding only. `dropped`: asked at every
-        token for the ids of requests that nobody waits for any more; their results are meaningless.
+        """Continue every request, results in their order. Random numbers depend on (seed, draw, request id,
+        step) alone, `draw` None standing for the version: batches and their order change a result by rounding
+        only. `dropped`: asked at every token for the ids of requests that nobody waits for any more; their
+        results are meaningless.
         """
         assert self.version is not None, "publish weights before generating"
         sampling = Sampling(
@@ -143,6 +145,7 @@ class LocalEngine:
             top_p=top_p,
             greedy=greedy,
             seed=seed,
+            draw=self.version if draw is None else draw,
         )
         assert greedy or len({request.id for request in requests}) == len(requests), (
             "equal ids draw equal numbers"
@@ -154,9 +157,7 @@ class LocalEngine:
         size = self.batch_size(requests, max_new_tokens=max_new_tokens)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
-            batch = _Batch(
-                [requests[i] for i in chosen], sampling=sampling, version=self.version, device=self._device
-            )
+            batch = _Batch([requests[i] for i in chosen], sampling=sampling, device=self._device)
             self._decode(batch, dropped=dropped)
             results.update(zip(chosen, batch.results(self._config, version=self.version), strict=True))
         return [results[i] for i in range(len(requests))]
@@ -210,9 +211,7 @@ class _Batch:
     keep all. `lanes` int64, as `rows`: the row of the decoding state that each sequence reads from.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], *, sampling: Sampling, version: int, device: torch.device
-    ) -> None:
+    def __init__(self, requests: Sequence[Request], *, sampling: Sampling, device: torch.device) -> None:
         self._requests, self._sampling = requests, sampling
         self._prompts = torch.tensor([len(request.tokens) for request in requests], device=device)
         self._limits = self._prompts + sampling.max_new_tokens
@@ -227,7 +226,7 @@ class _Batch:
         self._uniforms: Tensor | None = None
         if not sampling.greedy:
             ids = [request.id for request in requests]
-            self._uniforms = uniforms_of(ids, sampling=sampling, version=version).to(device)
+            self._uniforms = uniforms_of(ids, sampling=sampling).to(device)
         self._routes: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, lanes, experts [S, L, K]
         self._lengths = self._limits.clone()
         self._stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
@@ -279,6 +278,8 @@ class _Batch:
         tokens = choose_tokens(
             logprobs, uniforms=uniforms, temperature=self._sampling.temperature, top_p=self._sampling.top_p
         )
+        if self._sampling.temperature != 1.0:
+            logprobs = torch.log_softmax(logprobs / self._sampling.temperature, dim=-1)
         self._tokens[rows, target] = tokens
         self._logprobs[rows, target] = logprobs.gather(1, tokens[:, None])[:, 0].float()
         is_open = self._open[drawing]

@@ -17,7 +17,7 @@ StopTokens = int | Sequence[int] | None  # ids that end a response and belong to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are chosen."""
+    """How tokens are chosen; `seed` and `draw` of the random numbers."""
 
     max_new_tokens: int
     stop_tokens: tuple[int, ...]
@@ -25,6 +25,7 @@ class Sampling:
     top_p: float
     greedy: bool
     seed: int
+    draw: int
 
     def __post_init__(self) -> None:
         reasons = []
@@ -68,12 +69,10 @@ def choose_tokens(logprobs: Tensor, *, uniforms: Tensor | None, temperature: flo
     return (index if order is None else order.gather(1, index))[:, 0]
 
 
-def uniforms_of(ids: Sequence[str], *, sampling: Sampling, version: int) -> Tensor:
-    """float64 [B, max_new_tokens] in [0, 1): one row per request, a function of (seed, version, request
-    id).
-    """
+def uniforms_of(ids: Sequence[str], *, sampling: Sampling) -> Tensor:
+    """float64 [B, max_new_tokens] in [0, 1): one row per request, a function of (seed, draw, request id)."""
     out = np.empty((len(ids), sampling.max_new_tokens))
     for row, id in zip(out, ids, strict=True):
-        digest = hashlib.blake2b(f"{sampling.seed}/{version}/{id}".encode(), digest_size=16).digest()
+        digest = hashlib.blake2b(f"{sampling.seed}/{sampling.draw}/{id}".encode(), digest_size=16).digest()
         np.random.Generator(np.random.PCG64(int.from_bytes(digest))).random(out=row)
     return torch.from_numpy(out)

@@ -10,7 +10,7 @@ modules here relate several keys. No torch: a login node can check a configurati
 from __future__ import annotations
 
 from olmo_rl.config import Config, Recipe
-from olmo_rl.refusals.batches import BALANCE, BATCH, PACKING, ROLLOUTS
+from olmo_rl.refusals.batches import BALANCE, BATCH, CONTINUOUS, PACKING, ROLLOUTS
 from olmo_rl.refusals.computing import COMPUTING
 from olmo_rl.refusals.environments import ENVIRONMENT
 from olmo_rl.refusals.rule import Rule, generated
@@ -25,6 +25,7 @@ WRITTEN: tuple[Rule, ...] = (
     *PACKING,
     *BALANCE,
     *ROLLOUTS,
+    *CONTINUOUS,
     *COMPUTING,
     *LOSS,
     *TASK,

@@ -114,11 +114,56 @@ BATCH = (
         ),
     ),
     Rule(
-        keys="rollouts.temperature rollouts.top_p",
-        refuses="training on tokens from another distribution than the one whose log-probs are recorded",
-        fix="set rollouts.temperature=1 rollouts.top_p=1, or use it with recipe=rollout alone",
+        keys="rollouts.top_p",
+        refuses="training on tokens from a part of the vocabulary, with log-probs over the whole of it",
+        fix="set rollouts.top_p=1, or use it with recipe=rollout alone",
         when=lambda c: c.generates and c.recipe in (Recipe.train, Recipe.validate),
         select=changed,
+    ),
+)
+
+CONTINUOUS = (
+    Rule(
+        keys="rollouts.mode rollouts.max_lag",
+        refuses="continuous generation without a bound on age, or with one that engines wait for",
+        fix="set rollouts.max_lag to at least 1",
+        when=lambda c: c.continuous and (c.rollouts.max_lag is None or c.rollouts.max_lag < 1),
+    ),
+    Rule(
+        keys="rollouts.mode batch.steps_per_collection",
+        refuses="continuous generation has no collections, a step starts when it is full",
+        fix="set batch.steps_per_collection=1",
+        when=lambda c: c.continuous and c.batch.steps_per_collection > 1,
+    ),
+    Rule(
+        keys="rollouts.mode rollouts.pause",
+        refuses="engines that always have work would run empty at every publication",
+        fix="choose rollouts.pause=keep",
+        when=lambda c: c.continuous and c.rollouts.pause is PauseMode.wait,
+    ),
+    Rule(
+        keys="rollouts.mode batch.filter_truncated batch.filter",
+        refuses="continuous generation trains whole groups, and this filter drops parts of them",
+        fix="choose batch.filter=mask",
+        when=lambda c: c.continuous and c.batch.filter_truncated and c.batch.drops,
+    ),
+    Rule(
+        keys="rollouts.mode environment.taskset",
+        refuses="continuous generation asks engines itself, and episodes of an environment do",
+        fix="set rollouts.mode=collections",
+        when=lambda c: c.continuous and c.environment.taskset is not None,
+    ),
+    Rule(
+        keys="rollouts.mode task.set_aside",
+        refuses="continuous generation does not set solved problems aside",
+        fix="set task.set_aside=0",
+        when=lambda c: c.continuous and c.task.set_aside > 0,
+    ),
+    Rule(
+        keys="rollouts.mode loss.kl_reward_coef",
+        refuses="continuous generation takes no divergence from rewards",
+        fix="set loss.kl_reward_coef=0, or use loss.kl_coef",
+        when=lambda c: c.continuous and c.loss.kl_reward_coef != 0,
     ),
 )
 

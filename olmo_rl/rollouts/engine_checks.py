@@ -163,7 +163,7 @@ class _Checked:
             self.config.rollouts.source,
             max_new_tokens=tokens,
             stop_token=None,
-            temperature=1.0,
+            temperature=self.config.rollouts.temperature,
             top_p=1.0,
             routes=wanted.axis is not None,
         )

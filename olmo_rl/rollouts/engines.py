@@ -15,11 +15,9 @@ its version, so that one that was started again while idle gets the present weig
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -40,7 +38,8 @@ from olmo_rl.rollouts.exchange import (
     client_with,
 )
 from olmo_rl.rollouts.fleet import Fleet, reason_of
-from olmo_rl.rollouts.requests import ask, attempt_body, common_body, model_card
+from olmo_rl.rollouts.occupancy import Occupancy
+from olmo_rl.rollouts.requests import Counts, ask, attempt_body, backoff, common_body, model_card
 from olmo_rl.rollouts.wire import Completion, RouteAxis
 from olmo_rl.types import Refusal
 
@@ -49,27 +48,7 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 # How a caller waits for calls to engines: alone, or together with other ranks, which then return early.
 Wait = Callable[[Future[Any]], object]
-FIRST_BACKOFF_SECONDS = 0.2
 PROBE_SECONDS = 120.0  # of all questions of one comparison to one engine: ranks wait for it
-LONGEST_BACKOFF_SECONDS = 10.0
-
-
-@dataclass(kw_only=True, slots=True)
-class Counts:
-    """What happened to requests; asked = received + abandoned when none is under way."""
-
-    asked: int = 0
-    received: int = 0
-    retried: int = 0
-    abandoned: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "rollouts/asked": float(self.asked),
-            "rollouts/received": float(self.received),
-            "rollouts/retried": float(self.retried),
-            "rollouts/abandoned": float(self.abandoned),
-        }
 
 
 class RemoteEngine:
@@ -97,6 +76,8 @@ class RemoteEngine:
         self._thread.start()
         self._client = self._call(self._open())
         self._slots = asyncio.Semaphore(config.concurrency)
+        # Of requests that go on while others are awaited, such as those of a held-out evaluation.
+        self._background_slots = asyncio.Semaphore(config.concurrency)
         self._control = Control(config, client=self._client, device=device)
         self._fleet = Fleet(config, control=self._control, patience=patience)
 
@@ -240,19 +221,55 @@ class RemoteEngine:
         body = self._body(max_new_tokens, stop_token=stop_tokens, temperature=temperature, top_p=top_p)
         counts.asked += 1
         sent = {**body, "model": await self._served_model()}
-        return await self._one(request, body=sent, seed=seed, counts=counts)
+        return await self._one(request, body=sent, seed=seed, counts=counts, slots=self._slots)
 
     async def compare_versions(self) -> None:
         """Take engines out of service that no longer have the weights that they were given."""
         await asyncio.gather(*(self._fleet.compare_version(engine) for engine in self.engines))
 
+    def start_each(
+        self,
+        requests: Sequence[Request],
+        *,
+        seeds: Sequence[int],
+        max_new_tokens: int,
+        stop_token: int | None,
+        temperature: float,
+        top_p: float,
+        counts: Counts,
+        occupancy: Occupancy,
+    ) -> list[Future[Generation | None]]:
+        """The same, every request on its own: cancelling its future ends it in its engine, too. At most
+        `rollouts.concurrency` of them are under way, in their order, beside requests of the other calls.
+        """
+        common = self._body(max_new_tokens, stop_token=stop_token, temperature=temperature, top_p=top_p)
+        prepared = self.run(self._prepared(common))
+
+        async def one(request: Request, seed: int) -> Generation | None:
+            body = await asyncio.shield(asyncio.wrap_future(prepared))
+            return await self._one(
+                request,
+                body=body,
+                seed=seed,
+                counts=counts,
+                slots=self._background_slots,
+                occupancy=occupancy,
+            )
+
+        return [self.run(one(request, seed)) for request, seed in zip(requests, seeds, strict=True)]
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError where the thread behind all requests has ended: no future would ever be done."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread that asks engines has ended")
+
     def probe(
         self, requests: Sequence[Request], *, max_new_tokens: int, seed: int
     ) -> Future[dict[str, list[Generation] | str]]:
         """The answers of every engine with the present weights, by address; the reason where one gives none.
-        Each is asked once, and nothing is counted.
+        Each is asked once, at the temperature of the run, and nothing is counted.
         """
-        body = self._body(max_new_tokens)
+        body = self._body(max_new_tokens, temperature=self._config.temperature)
         return self.run(self._probe(requests, body=body, seed=seed))
 
     async def _probe(
@@ -320,17 +337,19 @@ class RemoteEngine:
     async def _all(
         self, requests: Sequence[Request], *, body: Mapping[str, Any], seed: int, counts: Counts
     ) -> list[Generation | None]:
-        await self.compare_versions()
-        body = {**body, "model": await self._served_model()}
-        tasks = [
-            asyncio.create_task(self._one(request, body=body, seed=seed, counts=counts))
-            for request in requests
-        ]
+        body = await self._prepared(body)
+        one = partial(self._one, body=body, seed=seed, counts=counts, slots=self._slots)
+        tasks = [asyncio.create_task(one(request)) for request in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _prepared(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of a batch of requests, once each engine was asked for its version."""
+        await self.compare_versions()
+        return {**body, "model": await self._served_model()}
 
     async def _served_model(self) -> str:
         """The first model that a ready engine names, asked once."""
@@ -342,37 +361,47 @@ class RemoteEngine:
                 card = await model_card(self._client, engine.url, seconds=self._config.timeout_seconds)
             except EngineFault as fault:
                 self._fleet.failed(engine, fault)
-                await asyncio.sleep(_backoff(attempt))
+                await asyncio.sleep(backoff(attempt))
             else:
                 self._model = card.name
                 return card.name
         raise Refusal("rollouts.urls: no engine names a model at /v1/models: set rollouts.served_model")
 
     async def _one(
-        self, request: Request, *, body: Mapping[str, Any], seed: int, counts: Counts
+        self,
+        request: Request,
+        *,
+        body: Mapping[str, Any],
+        seed: int,
+        counts: Counts,
+        slots: asyncio.Semaphore,
+        occupancy: Occupancy | None = None,
     ) -> Generation | None:
         """One request until it is answered or abandoned."""
         attempt, draws = 0, 0
         rejecting: set[str] = set()
         fault: EngineFault | None = None
-        async with self._slots:
+        async with slots:
             while attempt <= self._config.retries:
                 engine = await self._fleet.pick()
                 version, publications = engine.version, self._fleet.publications
                 sent = attempt_body(body, request, version, seed=seed, draw=draws)
                 draws += 1
                 engine.under_way += 1
+                began, answered = None if occupancy is None else occupancy.begin(engine.url), False
                 try:
                     completion = await self._ask(engine, sent, request=request)
                     self._fleet.check_version(engine, completion, at_start=version)
                 except EngineFault as caught:
                     fault = caught
                 else:
-                    engine.failures = 0
+                    engine.failures, answered = 0, True
                     counts.received += 1
                     return generation_of(completion, request=request, version=version, wanted=self._wanted)
                 finally:
                     engine.under_way -= 1
+                    if occupancy is not None and began is not None:
+                        occupancy.end(engine.url, began, answered=answered)
                 if isinstance(fault, AbortedRequest) and self._fleet.aborts_since(publications):
                     counts.retried += 1
                     continue
@@ -382,14 +411,9 @@ class RemoteEngine:
                     rejecting.add(engine.url)
                 if attempt < self._config.retries:
                     counts.retried += 1
-                    await asyncio.sleep(_backoff(attempt))
+                    await asyncio.sleep(backoff(attempt))
                 attempt += 1
         if len(rejecting) == len(self.engines):
             raise Refusal(f"{engine.url} refused request {request.id}: {fault}")
         counts.abandoned += 1
         return None
-
-
-def _backoff(attempt: int) -> float:
-    """Seconds, doubled with every attempt, spread so that retries do not arrive together."""
-    return min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2**attempt) * random.uniform(0.5, 1.0)

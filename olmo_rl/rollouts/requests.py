@@ -1,4 +1,5 @@
-"""One question to one engine: the body that is sent, the answer that fits it, and the model that is asked.
+"""One question to one engine: the body that is sent, the answer that fits it, and the model that is asked;
+what is counted, and the pause before it is asked again.
 
 Whatever changes the distribution is sent, neutral settings too: engines fill gaps from the
 `generation_config.json` of their model.
@@ -7,6 +8,7 @@ Whatever changes the distribution is sent, neutral settings too: engines fill ga
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,26 @@ from olmo_rl.rollouts.exchange import EngineFault, RejectedRequest, exchange
 from olmo_rl.rollouts.wire import Completion
 
 COMPLETIONS = "/v1/completions"
+FIRST_BACKOFF_SECONDS = 0.2
+LONGEST_BACKOFF_SECONDS = 10.0
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """What happened to requests; asked = received + abandoned when none is under way."""
+
+    asked: int = 0
+    received: int = 0
+    retried: int = 0
+    abandoned: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "rollouts/asked": float(self.asked),
+            "rollouts/received": float(self.received),
+            "rollouts/retried": float(self.retried),
+            "rollouts/abandoned": float(self.abandoned),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,3 +125,8 @@ async def model_card(client: httpx.AsyncClient, url: str, *, seconds: float) -> 
     if not isinstance(name, str):
         raise EngineFault("/v1/models: the name of a model is no text")
     return ModelCard(name=name, max_model_len=length if type(length) is int else None)
+
+
+def backoff(attempt: int) -> float:
+    """Seconds, doubled with every attempt, spread so that retries do not arrive together."""
+    return min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2**attempt) * random.uniform(0.5, 1.0)

@@ -60,7 +60,8 @@ def warm_start(
         return config
     path = Path(config.cache_dir) / "warm_start" / f"{_digest(config)}.safetensors"
     optim = replace(config.optim, lr=config.warm_start.lr, schedule=ScheduleKind.constant)
-    supervised = replace(config, optim=optim)
+    rollouts = replace(config.rollouts, temperature=1.0)  # demonstrations were not sampled
+    supervised = replace(config, optim=optim, rollouts=rollouts)
     strategy = ExpertParallelStrategy(supervised)
     steps = config.warm_start.steps
     trainer = build_trainer(

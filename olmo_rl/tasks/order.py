@@ -59,11 +59,11 @@ class PromptOrder:
     def take(self, count: int) -> Taken:
         """The next `count` problems that fit: returned ones, then new ones."""
         places = self.returned[:count]
-        problems = [self._at(place) for place in places]
+        problems = [self.at(place) for place in places]
         given_back, place, overlong, barren, resting = len(places), self.place, 0, 0, 0
         limit = _BARREN if self.task.size is None else self.task.size
         while len(problems) < count:
-            problem = self._at(place)
+            problem = self.at(place)
             if self._rests(problem, place=place):  # ends: every pass brings it nearer to its return
                 resting += 1
             elif self.task.fits(problem):
@@ -147,9 +147,10 @@ class PromptOrder:
         are listed; None where they are made on demand.
         """
         passes = [[name, passed] for name, passed in sorted(self.task.epochs(_PLACE).items())]
-        return [*passes, None if self.task.size is None else self._at(0).id] if passes else None
+        return [*passes, None if self.task.size is None else self.at(0).id] if passes else None
 
-    def _at(self, place: int) -> Problem:
+    def at(self, place: int) -> Problem:
+        """The problem at one place of the order."""
         number, index = divmod(place, BLOCK)
         if self._block[0] != number:
             found = self.task.problems(BLOCK, seed=self.seed, start=number * BLOCK)

@@ -51,10 +51,10 @@ class EngineAgreement:
         answers = self._asked([request], tokens=tokens, seed=version)
         found = {url: given[0] for url, given in answers.items() if not isinstance(given, str)}
         gaps = self._gaps(cast(HybridDecoder, decoder), found)
+        cause = _cause(self._config)
         reasons = {
             url: f"log-probs of version {version} differ from the trainer's by {gap:.3g} nats a token, "
-            f"rollouts.max_gap={bound:g}: it has other weights or another precision; "
-            "rollouts.on_gap=warn goes on"
+            f"rollouts.max_gap={bound:g}: {cause}; rollouts.on_gap=warn goes on"
             for url, gap in gaps.items()
             if not gap <= bound
         }
@@ -126,6 +126,18 @@ def gap_bound(config: Config) -> float:
         return config.rollouts.max_gap
     halved = Dtype.bfloat16 in (config.policy.dtype, config.expert_dtype)
     return BFLOAT16_GAP if halved or config.export.dtype is WrittenDtype.bfloat16 else FLOAT32_GAP
+
+
+def _cause(config: Config) -> str:
+    """What makes log-probs differ, and what to do about the one that is a setting of the engine."""
+    temperature = config.rollouts.temperature
+    if temperature == 1.0:
+        return "it has other weights or another precision"
+    return (
+        f"it has other weights or another precision, or reports log-probs at temperature 1 instead of "
+        f"rollouts.temperature={temperature:g}: start vLLM with --logprobs-mode processed_logprobs, SGLang "
+        "without SGLANG_RETURN_ORIGINAL_LOGPROB"
+    )
 
 
 def as_sample(generation: Generation) -> Sample:

@@ -74,8 +74,8 @@ def refuse_disagreement(
         raise Refusal(
             f"update {update}: engine agreement: mean |policy - behaviour| {gap:.3g} exceeds "
             f"scoring.max_behavior_gap={scoring.max_behavior_gap}: nothing was stepped. Most in samples "
-            f"{worst}. Check that the engine has this run's weights and records log-probs at temperature 1, "
-            "or raise the bound"
+            f"{worst}. Check that the engine has this run's weights and records log-probs at "
+            "rollouts.temperature, or raise the bound"
         )
 
 

@@ -76,6 +76,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.graphs: GraphLog | None = None
         self.compile_backend = "inductor"
         self.logprobs, self.logprob_chunk = config.policy.logprobs, config.policy.logprob_chunk
+        self.temperature = config.rollouts.temperature
         self._dims: titan.ParallelDims | None = None
         self._collects, self._collected = False, dict[str, Any]()
         self._loans: tuple[Lending, Mapping[int, LayerLoans]] | None = None  # of the last step that lends
@@ -180,12 +181,16 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         decoder: HybridDecoder | None = None,
     ) -> DecoderOutput:
         """Run the policy, or another `decoder`, on one pack that lies on `root_device`: log-probs [S] of its
-        scored slots, and on request their entropies.
+        scored slots, and on request their entropies, both of logits over `rollouts.temperature`.
         """
         if decoder is None:
             decoder = cast(Any, self.lightning_module).decoder
         request = LogprobRequest(
-            targets=pack["tokens"][slots.heads], kind=self.logprobs, chunk=self.logprob_chunk, entropy=entropy
+            targets=pack["tokens"][slots.heads],
+            kind=self.logprobs,
+            chunk=self.logprob_chunk,
+            entropy=entropy,
+            temperature=self.temperature,
         )
         context = pack.context(mode=mode, trace=trace, loans=self._loans_of(pack, decoder=decoder))
         return spread(decoder(pack.row_tokens, context, slots.rows, request), slots=slots)

@@ -292,6 +292,7 @@ class EngineServer:
                 top_p=sampling.top_p,
                 greedy=sampling.temperature == 0,
                 seed=0,  # the requests' own ids contain theirs
+                draw=0,  # as real engines draw: a seed gives the same numbers under any weights
                 dropped=lambda: {one.request.id for one in batch if one.result.done()},
             )
 
@@ -334,13 +335,13 @@ class EngineServer:
             self.label = label
 
     def rename(self, label: str) -> None:
-        """Give the present weights another version, which also seeds what they generate."""
+        """Give the present weights another version."""
         self.label = label
         if self.engine.version is not None:
             self.engine.version = self._number(label)
 
     def _number(self, label: str) -> int:
-        """The version that seeds random numbers: the label where it is a number."""
+        """The version of the engine: the label where it is a number."""
         numeric = label.isascii() and label.isdecimal() and len(label) < 18
         return int(label) if numeric else (self.engine.version or 0)
 
