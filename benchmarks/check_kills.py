@@ -1,10 +1,13 @@
 """Does killing engines and trainer cost an answer, or train one twice? `python -m benchmarks.check_kills`
 
-Two `recipe=serve` and one training run, one collection ahead, with a checkpoint after every update. Ten
-times, after a random time of work, one engine, the trainer, or both are killed with SIGKILL and started
-again, the trainer with `ckpt_path=last`. At the end the contract log must show one history: every update
-trained its full number of samples, no sample stands in two updates, and every row of metrics.csv has asked =
-received + abandoned, with no update missing. Prints one row a kill, and ends with 1 where this does not hold.
+Two `recipe=serve` and one training run, one collection ahead or with `--continuous`, with a checkpoint after
+every update. Ten times, after a random time of work, one engine, the trainer, or both are killed with SIGKILL
+and started again, the trainer with `ckpt_path=last`. At the end the contract log must show one history: every
+update trained its full number of samples, no sample stands in two updates, no row of metrics.csv is missing,
+and requests add up: collections have asked = received + abandoned in every row; continuous generation has
+asked = received + abandoned + cancelled + under way over all rows and the last checkpoint, every answer that
+was received trained, queued or counted as wasted, and every group that a resumed checkpoint had finished
+trained or queued. Prints one row a kill, and ends with 1 where this does not hold.
 """
 
 from __future__ import annotations
@@ -21,10 +24,13 @@ import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from olmo_rl.collections.group_queue import Ticket
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
 
@@ -117,7 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--continuous", action="store_true")
     options = parser.parse_args()
+    mode = (
+        ["rollouts.mode=continuous", "rollouts.max_lag=2"] if options.continuous else ["rollouts.max_lag=1"]
+    )
     dice = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -138,14 +148,19 @@ def main() -> None:
             f"rollouts.urls=[{','.join(urls)}]",
             "rollouts.group_size=4",
             "rollouts.max_new_tokens=24",
-            "rollouts.max_lag=1",
+            *mode,
             "callbacks=quiet",
             "callbacks.checkpoint_interval=1",
             "trainer.max_steps=100000",
         )
         try:
-            failed = _kill_and_judge(
+            code, finished = _kill(
                 dice, kills=options.kills, run=run, trainer=trainer, engines=engines, urls=urls
+            )
+            failed = (
+                _judge_continuous(run, code=code, finished=finished)
+                if options.continuous
+                else _judge(run, code=code)
             )
         finally:
             for program in (trainer, *engines):
@@ -153,9 +168,11 @@ def main() -> None:
     sys.exit(failed)
 
 
-def _kill_and_judge(
+def _kill(
     dice: random.Random, *, kills: int, run: Path, trainer: Program, engines: list[Program], urls: list[str]
-) -> int:
+) -> tuple[int, set[str]]:
+    """The exit code after the kills and a SIGTERM, and the groups that resumed checkpoints had finished."""
+    finished: set[str] = set()
     table = Table(title=f"{kills} kills at random", title_justify="left")
     for heading in ("kill", "target", "updates before", "resumed from", "updates after"):
         table.add_column(heading, justify="right")
@@ -177,6 +194,7 @@ def _kill_and_judge(
         if target != "engine":
             saved = complete_checkpoints(str(run))
             start = saved[-1].name if saved else "no checkpoint yet"
+            finished |= {name for path in saved[-1:] for name in finished_groups(state_of(path))}
             trainer.start("ckpt_path=last" if saved else "overwrite=true")
         at = updates(run)
         wait_for_updates(run, at_least=at + 2, trainer=trainer)
@@ -185,7 +203,52 @@ def _kill_and_judge(
     trainer.process.send_signal(signal.SIGTERM)
     code = trainer.process.wait(BOUND_SECONDS)
     Console().print(table)
-    return _judge(run, code=code)
+    return code, finished
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    """The state of the data side in a checkpoint."""
+    return dict(torch.load(checkpoint / "meta.pt", weights_only=True)["RolloutDataModule"])
+
+
+def finished_groups(state: dict[str, Any]) -> list[str]:
+    """Names of the groups in its queue; none without one."""
+    queue = state.get("queue", {"queue": {"finished": []}})
+    return [Ticket.of_state(group["ticket"]).name for group in queue["queue"]["finished"]]
+
+
+def _judge_continuous(run: Path, *, code: int, finished: set[str]) -> int:
+    rows, history = read_metrics(run / "metrics.csv"), trained(run)
+    state = state_of(complete_checkpoints(str(run))[-1])
+    queue, ledger = state["queue"]["queue"], state["queue"]["ledger"]
+    names = ("asked", "received", "retried", "abandoned", "cancelled", "wasted")
+    sums = {name: sum(int(row[f"rollouts/{name}"]) for row in rows) for name in names}
+    sums = {name: count + int(ledger["counts"].get(name, 0)) for name, count in sums.items()}
+    times = Counter(id for ids in history.values() for id in ids)
+    queued = sum(len(group["samples"]) for part in ("finished", "under_way") for group in queue[part])
+    pending = state["pending"]
+    queued += 0 if pending is None else sum(len(ids) for ids in pending["ids"])
+    groups = {id.rpartition("-")[0] for id in times} | set(finished_groups(state))
+    steps = [int(row["step"]) for row in rows]
+    tests = {
+        "exit code 75": code == 75,
+        "no sample trained twice": max(times.values()) == 1,
+        f"{SAMPLES} samples in every update": all(len(ids) == SAMPLES for ids in history.values()),
+        "a row of every update": sorted(steps) == list(range(1, max(steps) + 1)),
+        "asked = received + abandoned + cancelled + under way": sums["asked"]
+        == sums["received"] + sums["abandoned"] + sums["cancelled"] + ledger["open"],
+        "received = trained + queued + wasted": sums["received"]
+        == sum(times.values()) + queued + sums["wasted"],
+        "every finished group trained or queued": finished <= groups,
+        "no sample older than the bound": max(row["rollouts/max_lag"] for row in rows) <= 2,
+    }
+    print(
+        f"{len(rows)} updates, {sums}, under way {ledger['open']}; trained {sum(times.values())} samples, "
+        f"queued {queued}; {len(finished)} groups were finished in resumed checkpoints"
+    )
+    for text, holds in tests.items():
+        print(f"{'ok' if holds else 'NOT'}: {text}")
+    return 0 if all(tests.values()) else 1
 
 
 def _judge(run: Path, *, code: int) -> int:
