@@ -7,13 +7,13 @@ that trains.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -79,15 +79,23 @@ class GroupRequests:
                     places.append((ticket, number))
         if not requests:
             return
-        settings: dict[str, Any] = {
-            "max_new_tokens": self._rollouts.max_new_tokens,
-            "stop_token": self._tokenizer.eos_id,
-            "temperature": self._rollouts.temperature,
-            "top_p": self._rollouts.top_p,
-        }
-        futures = self._engine.start_each(
-            requests, seeds=seeds, counts=self._attempts, occupancy=self._occupancy, **settings
-        )
+        engine, rollouts = self._engine, self._rollouts
+        compared = engine.run(engine.compare_versions())
+
+        async def answer(request: Request, seed: int) -> Generation | None:
+            await asyncio.shield(asyncio.wrap_future(compared))
+            return await engine.answer(
+                request,
+                max_new_tokens=rollouts.max_new_tokens,
+                stop_tokens=[self._tokenizer.eos_id],
+                temperature=rollouts.temperature,
+                top_p=rollouts.top_p,
+                seed=seed,
+                counts=self._attempts,
+                occupancy=self._occupancy,
+            )
+
+        futures = [engine.run(answer(*asked)) for asked in zip(requests, seeds, strict=True)]
         self._counts["asked"] += len(futures)
         for (ticket, number), future in zip(places, futures, strict=True):
             self._begun[ticket].futures[number] = future

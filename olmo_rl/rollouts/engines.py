@@ -214,49 +214,21 @@ class RemoteEngine:
         top_p: float,
         seed: int,
         counts: Counts,
+        occupancy: Occupancy | None = None,
     ) -> Generation | None:
         """Continue one request, for callers in this client's loop; None where it was abandoned. Cancelling
-        the call ends the request at its engine.
+        the call ends the request at its engine. With an `occupancy`, which notes it, the request goes on in
+        the background: it takes no slot of those that somebody waits for.
         """
         body = self._body(max_new_tokens, stop_token=stop_tokens, temperature=temperature, top_p=top_p)
         counts.asked += 1
         sent = {**body, "model": await self._served_model()}
-        return await self._one(request, body=sent, seed=seed, counts=counts, slots=self._slots)
+        slots = self._slots if occupancy is None else self._background_slots
+        return await self._one(request, body=sent, seed=seed, counts=counts, slots=slots, occupancy=occupancy)
 
     async def compare_versions(self) -> None:
         """Take engines out of service that no longer have the weights that they were given."""
         await asyncio.gather(*(self._fleet.compare_version(engine) for engine in self.engines))
-
-    def start_each(
-        self,
-        requests: Sequence[Request],
-        *,
-        seeds: Sequence[int],
-        max_new_tokens: int,
-        stop_token: int | None,
-        temperature: float,
-        top_p: float,
-        counts: Counts,
-        occupancy: Occupancy,
-    ) -> list[Future[Generation | None]]:
-        """The same, every request on its own: cancelling its future ends it in its engine, too. At most
-        `rollouts.concurrency` of them are under way, in their order, beside requests of the other calls.
-        """
-        common = self._body(max_new_tokens, stop_token=stop_token, temperature=temperature, top_p=top_p)
-        prepared = self.run(self._prepared(common))
-
-        async def one(request: Request, seed: int) -> Generation | None:
-            body = await asyncio.shield(asyncio.wrap_future(prepared))
-            return await self._one(
-                request,
-                body=body,
-                seed=seed,
-                counts=counts,
-                slots=self._background_slots,
-                occupancy=occupancy,
-            )
-
-        return [self.run(one(request, seed)) for request, seed in zip(requests, seeds, strict=True)]
 
     def check_alive(self) -> None:
         """Raise RuntimeError where the thread behind all requests has ended: no future would ever be done."""
