@@ -8,6 +8,7 @@ the command line and tests call it, never an import.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -462,6 +463,9 @@ class ModelConfig:
         return ExpertLayout(num_experts=self.num_experts, top_k=self.top_k, routed_layers=self.routed_layers)
 
 
+LISTED_DIGITS = 2  # of task=addition: all pairs of numbers with so many digits are listed
+
+
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
     """Prompts and their verifier."""
@@ -523,10 +527,12 @@ class TaskConfig:
         0,
         "passes that a prompt sits out when all or none of its responses solved it, 0 = none",
         min=0,
+        max=100,
         needs=(
             Needs(
-                lambda c: c.task.kind is not TaskKind.reasoning_gym,
-                "with task=reasoning_gym: its problems are made on demand and do not come back",
+                lambda c: c.task.comes_back,
+                "on problems made on demand, which do not come back: task=reasoning_gym, task=addition with "
+                f"more than {LISTED_DIGITS} digits, task=mixed of these alone",
                 "choose another task",
             ),
             Needs(lambda c: c.recipe in (Recipe.train, Recipe.validate), "without recipe=train"),
@@ -534,6 +540,25 @@ class TaskConfig:
     )
     eval_problems: int = key(200, "held-out problems, never trained on", min=0)
     eval_interval: int = key(50, "updates between evaluations, 0 = none", min=0)
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether training problems come once a pass, those of a mixture in one part at least; what is no
+        task breaks another rule.
+        """
+        if self.kind is not TaskKind.mixed:
+            return _comes_back(self.kind.value, self.parameters)
+        parts = [part for part in self.mix.values() if isinstance(part, Mapping)]
+        return not parts or any(
+            _comes_back(part.get("kind", TaskKind.jsonl.value), part.get("parameters", {})) for part in parts
+        )
+
+
+def _comes_back(kind: object, parameters: object) -> bool:
+    """Whether the problems of a task, not a mixture, are listed."""
+    digits = parameters.get("digits", 1) if isinstance(parameters, Mapping) else 1
+    made = kind == TaskKind.addition.value and isinstance(digits, int) and digits > LISTED_DIGITS
+    return not made and kind != TaskKind.reasoning_gym.value
 
 
 _SAMPLES = Needs(

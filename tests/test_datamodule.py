@@ -145,6 +145,9 @@ def test_a_filter_that_masks_keeps_the_samples_and_counts_them(tmp_path: Path) -
     assert len(run.recorder.ids[0]) == 8
     kept = {id for id, sample in trained(run).items() if sample.scored.any()}
     assert kept == {"s2", "s3", "s5", "s6", "s7"}
+    advantages = [trained(run)[f"s{i}"].advantage for i in range(6)]
+    deviation = np.std([0.0, 1.0, 0.5, 0.0]) if LossConfig().normalize_advantages else 1.0
+    assert advantages == pytest.approx([0.0, 0.0, *(np.array([0.0, 1.0, 0.5, 0.0]) - 0.375) / deviation])
     scored = sum(SHAPES[i][1] for i in (2, 3, 5, 6, 7))
     assert run.events("optimizer")[0]["global_scored_tokens"] == scored
     assert (run.rows[0]["batch/zero_variance"], run.rows[0]["batch/truncated"]) == (2, 1)

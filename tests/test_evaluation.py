@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
@@ -15,8 +16,11 @@ import pytest
 from engine_cases import MODEL_KEYS, listening, local_engine, server_of, weights_of
 
 from olmo_rl.cli import run as run_command
+from olmo_rl.config import Config, EvaluationConfig, TaskConfig
+from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.policy.weights import save_weights
 from olmo_rl.running.metrics_csv import read_metrics
+from olmo_rl.tasks.held_out import held_out_sets, start_named
 from olmo_rl.tasks.pass_rates import Tried, by_domain, measure, pass_at
 
 
@@ -78,6 +82,35 @@ def even(response: str) -> float:
 def first_half(response: str, level: int) -> float | None:
     """Judges level 1 alone."""
     return 0.25 if level == 1 else None
+
+
+def slow(response: str, seconds: float, name: str) -> float:
+    STARTED.append(name)
+    time.sleep(seconds)
+    return 0.0
+
+
+STARTED: list[str] = []
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.6])
+def test_named_sets_share_the_time_of_their_start(tmp_path: Path, seconds: float) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "1?", "answer": "1"}) + "\n")
+    sets = {
+        name: {
+            "path": str(tmp_path / "p.jsonl"),
+            "verifier": {"_target_": f"{__name__}.slow", "seconds": seconds, "name": name},
+        }
+        for name in "abc"
+    }
+    found = held_out_sets(
+        Config(task=TaskConfig(eval_problems=0), evaluation=EvaluationConfig(sets=sets)),
+        own=None,
+        tokenizer=ByteTokenizer(),
+    )
+    STARTED.clear()
+    start_named(found, seconds=0.5 if seconds else 60.0)
+    assert len(STARTED) <= 1 if seconds else STARTED == ["a", "b", "c"]
 
 
 @pytest.fixture

@@ -176,6 +176,34 @@ def test_files_and_made_problems_are_mixed_each_with_its_own_judge_and_passes(tm
         PromptOrder(task=other).load_state_dict(state)
 
 
+def test_a_verifier_of_a_domain_that_no_part_has_is_refused(tmp_path: Path) -> None:
+    for name in ("math", "code"):
+        row = {"prompt": "1?", "answer": "1", "domain": name}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    judge = {"_target_": f"{__name__}.level_of"}
+    exact = {"_target_": "olmo_rl.tasks.rewards.exact"}
+    mix: dict[str, Any] = {
+        "math": {"path": str(tmp_path / "math.jsonl")},
+        "code": {"path": str(tmp_path / "code.jsonl"), "verifiers": {"code": exact}},
+        "sums": {"kind": "addition"},
+    }
+
+    def reasons(verifiers: dict[str, Any], mix: dict[str, Any]) -> list[str]:
+        try:
+            build_task(TaskConfig(kind=TaskKind.mixed, mix=mix, verifiers=verifiers), seed=0)
+        except Refusal as refusal:
+            return list(refusal.reasons)
+        return []
+
+    assert reasons({"math": exact}, mix) == []
+    where = "no effect, no line of those parts of task.mix that name no functions has this domain: lines have"
+    assert reasons({"math": exact, "maths": judge}, mix) == [f"task.verifiers.maths: {where} 'math'"]
+    assert reasons({"code": judge}, mix) == [f"task.verifiers.code: {where} 'math'"]
+    mix["code"]["verifiers"] = {"cod": exact}
+    (reason,) = reasons({}, mix)
+    assert reason.startswith("task.mix.code: task.verifiers.cod: no effect, no line of ")
+
+
 @pytest.mark.parametrize(
     ("mix", "reason"),
     [

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from test_datamodule import local_config
 from training_cases import fit
 
-from olmo_rl.config import BatchConfig, TaskConfig, TaskKind, TrainerConfig
+from olmo_rl.config import BatchConfig, Config, TaskConfig, TaskKind, TrainerConfig
+from olmo_rl.refusals import refusals
 from olmo_rl.tasks.kinds import build_task
+from olmo_rl.tasks.mixing import MixedTask, Part
 from olmo_rl.tasks.order import DEMONSTRATIONS, PromptOrder
-from olmo_rl.tasks.problems import BLOCK, Problem
+from olmo_rl.tasks.problems import BLOCK, Problem, _shuffled
 from olmo_rl.tasks.prompting import FittingTask
 from olmo_rl.types import Refusal
 
@@ -137,7 +139,7 @@ def test_problems_solved_always_or_never_sit_out_passes_and_come_back_also_acros
         (problem,), (place,) = taken.problems, taken.places
         seen.append(problem.id)
         solved = {first: 4, second: 0}.get(problem.id, 2)
-        order.note(problem, place=place, judged=4, solved=solved)
+        order.note(problem, place=place, asked=4, judged=4, solved=solved)
         order, state = PromptOrder(task=task, rest=2), order.state_dict()
         order.load_state_dict(json.loads(json.dumps(state)))
     # Pass 0 has all, passes 1 and 2 lack two, pass 3 has all again.
@@ -152,11 +154,119 @@ def test_problems_solved_always_or_never_sit_out_passes_and_come_back_also_acros
         taken = everything.take(size)
         everything.advance(taken)
         for problem, place in zip(taken.problems, taken.places, strict=True):
-            everything.note(problem, place=place, judged=1, solved=0)
+            everything.note(problem, place=place, asked=1, judged=1, solved=0)
     assert everything.place == 5 * size
     unknown = PromptOrder(task=task, rest=1)
-    unknown.note(task.problems(1, seed=0)[0], place=0, judged=0, solved=0)
+    (problem,) = task.problems(1, seed=0)
+    unknown.note(problem, place=0, asked=8, judged=0, solved=0)
     assert unknown.rates == unknown.back == {}
+    for solved in (0, 1):  # one verdict of eight says little about all of them
+        unknown.note(problem, place=0, asked=8, judged=1, solved=solved)
+    assert unknown.rates == {problem.id: [2, 1]}
+    assert unknown.back == {}
+
+
+def noted(order: PromptOrder, *, passes: int) -> None:
+    """All that fits of the first `passes` passes is taken, and solved by all of its responses."""
+    size = order.task.size
+    assert size is not None
+    while order.place < passes * size:
+        taken = order.take(1)
+        order.advance(taken)
+        for problem, place in zip(taken.problems, taken.places, strict=True):
+            order.note(problem, place=place, asked=2, judged=2, solved=2)
+
+
+def test_problems_that_rest_are_not_taken_for_problems_that_do_not_fit(tmp_path: Path) -> None:
+    """Half of the problems do not fit, the others rest: they come back, where they are counted apart."""
+    task = build_task(lines(tmp_path / "p.jsonl", 60), seed=0)
+    size = task.size
+    assert size is not None
+    fitting = {problem.id for problem in task.problems(size, seed=0)[::-2]}  # the last of the first pass too
+    order = PromptOrder(task=FittingTask(task, fits=lambda problem: problem.id in fitting), rest=2)
+    noted(order, passes=1)
+    assert (set(order.back), order.place) == (fitting, size)
+    taken = order.take(len(fitting))
+    assert {problem.id for problem in taken.problems} == fitting
+    assert taken.places[0] >= 3 * size
+    assert taken.resting == 2 * len(fitting)
+    assert taken.behind == size + len(fitting) + taken.resting + taken.overlong
+
+
+def test_one_problem_that_fits_is_found_wherever_its_passes_put_it(tmp_path: Path) -> None:
+    """It may be the first of a pass and the last of the next one."""
+    task = build_task(lines(tmp_path / "p.jsonl", 12), seed=0)
+    size = task.size
+    assert size is not None
+    for only in {problem.id for problem in task.problems(size, seed=0)}:
+        order = PromptOrder(task=FittingTask(task, fits=lambda problem, only=only: problem.id == only))
+        assert take(order, 20) == [only] * 20
+
+
+def test_the_order_of_a_pass_is_made_once(tmp_path: Path) -> None:
+    task = build_task(lines(tmp_path / "p.jsonl", 300), seed=12345)
+    size = task.size
+    assert size is not None
+    order, before = PromptOrder(task=task), _shuffled.cache_info().misses
+    for _ in range(2 * size // 5):
+        take(order, 5)
+    assert _shuffled.cache_info().misses - before <= 3
+
+
+@pytest.mark.parametrize(
+    ("task", "back"),
+    [
+        (TaskConfig(parameters={"digits": 3}), False),
+        (TaskConfig(parameters={"digits": 2}), True),
+        (TaskConfig(kind=TaskKind.reasoning_gym, name="chain_sum"), False),
+        (
+            TaskConfig(
+                kind=TaskKind.mixed,
+                mix={
+                    "a": {"kind": "addition", "parameters": {"digits": 4}},
+                    "b": {"kind": "reasoning_gym", "name": "chain_sum"},
+                },
+            ),
+            False,
+        ),
+        (
+            TaskConfig(
+                kind=TaskKind.mixed,
+                mix={"a": {"kind": "addition", "parameters": {"digits": 4}}, "b": {"path": "p.jsonl"}},
+            ),
+            True,
+        ),
+    ],
+)
+def test_problems_that_do_not_come_back_are_not_set_aside(task: TaskConfig, back: bool) -> None:
+    found = [line for line in refusals(Config(task=replace(task, set_aside=1))) if "set_aside" in line]
+    assert len(found) == (not back)
+    assert all("no effect on problems made on demand" in line for line in found)
+    if task.kind is TaskKind.addition:
+        assert (build_task(task, seed=0).size is None) == (not back)
+
+
+def test_where_everything_rests_the_first_to_return_come_back_after_a_whole_pass(tmp_path: Path) -> None:
+    task = build_task(lines(tmp_path / "p.jsonl", 40), seed=0)
+    size = task.size
+    assert size is not None
+    order = PromptOrder(task=task, rest=100)
+    noted(order, passes=1)
+    early = order.take(1).problems[0].id
+    order.back = {id: back - (id == early) for id, back in order.back.items()}
+    taken = order.take(3)
+    assert [problem.id for problem in taken.problems] == [early] * 3, "the others rest for longer"
+    assert taken.resting == taken.behind - size - 3
+    assert taken.behind <= 7 * size
+    assert order.take(3) == taken, "taking changes nothing"
+    mixed = MixedTask({name: Part(task=task, weight=w) for name, w in (("a", 1.0), ("b", 3.0))})
+    order = PromptOrder(task=mixed, rest=100)
+    for _ in range(2):
+        taken = order.take(4 * size)
+        order.advance(taken)
+        for problem, place in zip(taken.problems, taken.places, strict=True):
+            order.note(problem, place=place, asked=2, judged=2, solved=0)
+    assert order.take(5).resting < 20 * size
 
 
 def test_a_run_meets_every_prompt_once_a_pass_also_across_a_resume(tmp_path: Path) -> None:

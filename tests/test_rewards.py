@@ -39,6 +39,10 @@ def everything(response: str, **row: Any) -> float:
     return float(len(row))
 
 
+def level_of(response: str, **row: Any) -> float:
+    return float(row["level"])
+
+
 def only_digits(response: str) -> float | None:
     """Judges digits alone."""
     return float(response) if response.isdigit() else None
@@ -104,6 +108,13 @@ def test_a_function_gets_what_its_parameters_name(tmp_path: Path) -> None:
 def test_an_optional_parameter_gets_the_column_of_the_rows_that_have_it(tmp_path: Path) -> None:
     rewarded = {"verifier": {"_target_": f"{HERE}.of_columns"}}
     assert verdicts(tmp_path, ["ab"], ROW | {"bonus": 100}, **rewarded)[0].reward == 2 + 1 + 4 + 3 + 100
+
+
+def test_a_configured_argument_goes_before_a_column_of_its_name(tmp_path: Path) -> None:
+    for function, worth in (("level_of", 50), ("of_columns", 2 + 1 + 4 + 50 + 10)):
+        rewarded = {"verifier": {"_target_": f"{HERE}.{function}", "level": 50}}
+        assert verdicts(tmp_path, ["ab"], **rewarded)[0].reward == worth
+    assert verdicts(tmp_path, ["ab"], verifier={"_target_": f"{HERE}.level_of"})[0].reward == 3
 
 
 def test_functions_of_two_arguments_go_on_working_whatever_their_names(tmp_path: Path) -> None:

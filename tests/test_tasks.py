@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from olmo_rl.config import TaskConfig, TaskKind
+from olmo_rl.config import Config, EvaluationConfig, TaskConfig, TaskKind
 from olmo_rl.data.tokenizers import ByteTokenizer, load_tokenizer
 from olmo_rl.tasks.gym import SEVERAL_ANSWERS
+from olmo_rl.tasks.held_out import held_out_sets
 from olmo_rl.tasks.kinds import build_task
 from olmo_rl.tasks.problems import Problem, is_held_out
+from olmo_rl.tasks.prompting import task_of
 from olmo_rl.tasks.rewards import resolve_reward
 from olmo_rl.types import Refusal
 from olmo_rl.user_code import load
@@ -378,6 +380,25 @@ def test_a_verifier_of_a_domain_that_no_line_has_is_refused(tmp_path: Path) -> N
     verifiers = {"maths": {"_target_": f"{__name__}.prefix_share"}}
     with pytest.raises(Refusal, match="task.verifiers.maths: no effect, .*: lines have 'math'$"):
         build_task(TaskConfig(kind=TaskKind.jsonl, path=path, verifiers=verifiers), seed=0)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_training_leaves_out_every_held_out_set_of_its_dataset(mixed: bool) -> None:
+    small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    entry = {"kind": "reasoning_gym", "name": "chain_sum", "parameters": small}
+    own = TaskConfig(kind=TaskKind.mixed, mix={"sums": entry}, eval_problems=10)
+    config = Config(
+        task=own if mixed else gym("chain_sum", eval_problems=10, **small),
+        evaluation=EvaluationConfig(
+            sets={"large": entry | {"problems": 60}, "small": entry | {"problems": 20}}
+        ),
+    )
+    task = task_of(config, tokenizer=ByteTokenizer())
+    training = {problem.prompt for problem in task.problems(150, seed=0)}
+    sets = held_out_sets(config, own=task, tokenizer=ByteTokenizer())
+    assert [len(one.problems) for one in sets] == [10, 60, 20]
+    for one in sets:
+        assert not training & {problem.prompt for problem in one.problems}, one.name
 
 
 def test_every_malformed_line_is_named(tmp_path: Path) -> None:

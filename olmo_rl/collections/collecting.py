@@ -84,6 +84,10 @@ def draw_collection(
         found = {key: found.get(key, 0) + count for key, count in taken.items()}
     apart = None if divergences is None else divergences(drawn)
     found |= assign_advantages(drawn, config=config.loss, divergences=apart)
+    # Those that a filter masked are copies, since divergences are of what was drawn.
+    advantages = {sample.id: sample.advantage for sample in drawn}
+    for sample in kept:
+        sample.advantage = advantages[sample.id]
     facts = {f"batch/{key}": float(count) for key, count in found.items()}
     if apart is not None and len(apart):
         facts["reward/kl"] = float(apart.mean())

@@ -177,7 +177,13 @@ class GeneratingSource:
         by_group = {group: problem for group, _, problem in asked.requests}
         for group, place in zip(problems, asked.places, strict=True):
             found = verdicts.get(group, [])
-            self._order.note(by_group[group], place=place, judged=len(found), solved=sum(found))
+            self._order.note(
+                by_group[group],
+                place=place,
+                asked=rollouts.group_size,
+                judged=len(found),
+                solved=sum(found),
+            )
 
     def _judged(self, asked: Asked) -> tuple[list[Sample], dict[str, float]]:
         """This rank's samples with their rewards, and its counts."""

@@ -104,6 +104,18 @@ BATCH = (
         when=lambda c: c.generates and c.batch.drops and undivided(c.rollouts.group_size, c.world_size),
     ),
     Rule(
+        keys="batch.filter_zero_variance loss.advantage loss.kl_reward_coef",
+        refuses="groups of equal rewards, and of one response, have advantages other than 0 here, and the "
+        "filter would take them",
+        fix="set batch.filter_zero_variance=false, or choose loss.advantage=group or rloo with "
+        "loss.kl_reward_coef=0",
+        when=lambda c: (
+            c.batch.filter_zero_variance
+            and (c.loss.advantage is AdvantageKind.batch or c.loss.kl_reward_coef != 0)
+        ),
+        select=changed,
+    ),
+    Rule(
         keys="rollouts.max_lag batch.steps_per_collection",
         refuses="later updates of a collection would find every sample too old: age counts where it trains",
         fix="set rollouts.max_lag to at least batch.steps_per_collection - 1",

@@ -25,7 +25,7 @@ from olmo_rl.planning.pictures import draw_packs
 from olmo_rl.policy.compiling import Graph
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.run_directory import FORMAT_VERSION, LOG_EVENT, log_fault, whole_lines
-from olmo_rl.tasks.held_out import HeldOut, held_out_sets
+from olmo_rl.tasks.held_out import HeldOut, held_out_sets, start_named
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.step import StepResult
@@ -198,9 +198,8 @@ class Evaluation(Callback):
         mine = outcome(sets)
         together(strategy.gather_objects(mine if isinstance(mine, Refusal) else ()))
         assert not isinstance(mine, Refusal), "else all ranks raised it"
-        for one in mine:
-            if one.name:  # that of the run has started
-                one.task.start(seconds=self._config.strategy.timeout_seconds / 2)
+        # All of them in half the time that the others wait in the next collective.
+        start_named(mine, seconds=self._config.strategy.timeout_seconds / 2)
         drawn = strategy.from_rank_zero(lambda: [list(one.problems) for one in mine])
         return questions_of(
             [replace(one, problems=problems) for one, problems in zip(mine, drawn, strict=True)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tokenize
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -73,10 +74,11 @@ class GymTask(MadeOnDemand):
 
     A response is worth 1 where its answer (in the last `<answer>...</answer>`, else all of it; stripped) is
     the dataset's, or, for datasets of `SEVERAL_ANSWERS`, another right one; else 0, never partial credit.
-    Held out: the first `task.eval_problems` different questions of a fixed seed; training leaves them out.
+    Held out: the first `task.eval_problems` different questions of a fixed seed. Training leaves them out,
+    and those of `sets`, further held-out sets, where they are of the same dataset.
     """
 
-    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+    def __init__(self, config: TaskConfig, *, seed: int, sets: Sequence[TaskConfig] = ()) -> None:
         if config.name is None:
             raise Refusal(
                 "task.name is not set: name a dataset of reasoning-gym, for example task.name=chain_sum"
@@ -88,10 +90,12 @@ class GymTask(MadeOnDemand):
         self._config = config
         self._seed = seed
         self._judge = self._dataset(seed=HELD_OUT_SEED, size=1)
+        self._sets = [GymTask(one, seed=seed) for one in sets if one.name == config.name]
         self._reserved: list[Problem] | None = None
+        self._left_out: set[str] | None = None
 
     def problems(self, count: int, *, seed: int, start: int = 0) -> list[Problem]:
-        reserved = {problem.prompt for problem in self._held_out_pool()}
+        reserved = self._reserved_prompts()
 
         def draw(missing: int, block: int, round: int) -> list[Problem]:
             return self._draw(missing, seeds=(self._seed, seed, block, round), without=reserved)
@@ -119,6 +123,15 @@ class GymTask(MadeOnDemand):
         if self._reserved is None:
             self._reserved = self._draw(self._config.eval_problems, seeds=(HELD_OUT_SEED,), without=set())
         return self._reserved
+
+    def _reserved_prompts(self) -> set[str]:
+        """Prompts of every held-out set. A larger set need not begin with a smaller one: where a question
+        repeats, the number of problems decides from which draw the next ones are.
+        """
+        if self._left_out is None:
+            pools = [one._held_out_pool() for one in (self, *self._sets)]
+            self._left_out = {problem.prompt for pool in pools for problem in pool}
+        return self._left_out
 
     def _draw(self, count: int, *, seeds: tuple[int, ...], without: set[str]) -> list[Problem]:
         """Up to `count` different problems; fewer where the dataset gives nothing new any more."""

@@ -6,12 +6,13 @@ task's judge it. Refuses unknown names and values of a set, and whatever its tas
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from olmo_rl.config import Config, TaskKind
 from olmo_rl.data.tokenizers import Tokenizer
-from olmo_rl.tasks.mixing import entry_config
+from olmo_rl.tasks.mixing import set_config
 from olmo_rl.tasks.problems import Problem, Task
 from olmo_rl.tasks.prompting import task_of
 from olmo_rl.tasks.rows import read_problems
@@ -46,17 +47,24 @@ def held_out_sets(config: Config, *, own: Task | None, tokenizer: Tokenizer) -> 
 
 def _named(name: str, entry: object, *, config: Config, tokenizer: Tokenizer) -> HeldOut:
     where = f"evaluation.sets.{name}"
-    task = entry_config(entry, base=config.task, where=where, further=("problems",))
-    assert isinstance(entry, Mapping), "else it was refused"
-    count = entry.get("problems")
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise Refusal(f"{where}.problems={count!r}: give a whole number of at least 1, or null for all")
+    task = set_config(entry, base=config.task, where=where)
     problems = None
     if task.kind is TaskKind.jsonl:
         problems = read_problems(task)
-        count = count or len({problem.prompt for problem in problems})
-    elif count is None:
-        raise Refusal(f"{where}.problems: {task.kind.value} has no end: say how many")
-    asked = replace(config, task=replace(task, eval_problems=count))
+        task = replace(
+            task, eval_problems=task.eval_problems or len({problem.prompt for problem in problems})
+        )
+    asked = replace(config, task=task)
     built = task_of(asked, tokenizer=tokenizer, problems=problems, whole=True)
-    return HeldOut(name=name, task=built, problems=built.held_out(count))
+    return HeldOut(name=name, task=built, problems=built.held_out(task.eval_problems))
+
+
+def start_named(sets: Sequence[HeldOut], *, seconds: float) -> None:
+    """Start what judging the named sets needs, within `seconds` for all of them; that of the run has started.
+    A set whose turn comes later starts when it first judges.
+    """
+    ends = time.monotonic() + seconds
+    for one in sets:
+        left = ends - time.monotonic()
+        if one.name and left > 0:
+            one.task.start(seconds=left)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from olmo_rl.config import TaskConfig, TaskKind
+from olmo_rl.config import LISTED_DIGITS, TaskConfig, TaskKind
 from olmo_rl.tasks.judging import build_judge
 from olmo_rl.tasks.math_answers import reference_fault
-from olmo_rl.tasks.mixing import MixedTask, Part, entry_config, weight_of
+from olmo_rl.tasks.mixing import FUNCTIONS, MixedTask, Part, entry_config, weight_of
 from olmo_rl.tasks.problems import (
     HELD_OUT_SEED,
     MadeOnDemand,
@@ -34,7 +34,6 @@ from olmo_rl.tasks.rows import REPORTED, read_problems
 from olmo_rl.types import Refusal
 
 MAX_DIGITS = 6
-_LISTED_DIGITS = 2
 REFERENCE_SECONDS = 30.0  # for judging every reference once before a run
 
 
@@ -45,10 +44,12 @@ def build_task(
     problems: Sequence[Problem] | None = None,
     whole: bool = False,
     partial: bool = False,
+    sets: Sequence[TaskConfig] = (),
 ) -> Task:
     """The task that `config` describes; `seed` shifts the order of its training problems. `problems`:
     those of `task.path` where it was read before; `whole`: all rows of a file are held out;
-    `partial`: domains of verifiers may be those of other parts.
+    `partial`: domains of verifiers may be those of other parts; `sets`: further held-out sets that datasets
+    made on demand are never to train on.
     """
     match config.kind:
         case TaskKind.addition:
@@ -57,28 +58,35 @@ def build_task(
             # Slow to import and needed by no other task.
             from olmo_rl.tasks.gym import GymTask
 
-            return GymTask(config, seed=seed)
+            return GymTask(config, seed=seed, sets=sets)
         case TaskKind.jsonl:
             return JsonlTask(config, seed=seed, problems=problems, whole=whole, partial=partial)
         case TaskKind.mixed:
-            return _mixed(config, seed=seed)
+            return _mixed(config, seed=seed, sets=sets)
 
 
-def _mixed(config: TaskConfig, *, seed: int) -> Task:
+def _mixed(config: TaskConfig, *, seed: int, sets: Sequence[TaskConfig]) -> Task:
     """The tasks of `task.mix` by their weights. Raises Refusal with the reasons of every part."""
     parts: dict[str, Part] = {}
     reasons: list[str] = []
+    shared: list[JsonlTask] = []  # parts that the mixture's functions judge
     for name, entry in config.mix.items():
         where = f"task.mix.{name}"
         try:
             part = entry_config(entry, base=config, where=where, further=("weight",))
-            parts[name] = Part(
-                task=build_task(part, seed=seed, partial=True), weight=weight_of(entry, where=where)
-            )
+            inherits = not set(FUNCTIONS) & set(entry)
+            task = build_task(part, seed=seed, partial=inherits, sets=sets)
+            parts[name] = Part(task=task, weight=weight_of(entry, where=where))
+            if isinstance(task, JsonlTask) and inherits:
+                shared.append(task)
         except Refusal as refusal:
             reasons += [r if r.startswith(where) else f"{where}: {r}" for r in refusal.reasons]
     if reasons:
         raise Refusal(reasons)
+    domains = {domain for task in shared for domain in task.domains}
+    _refuse_unused(
+        list(config.verifiers), present=domains, where="those parts of task.mix that name no functions"
+    )
     return MixedTask(parts)
 
 
@@ -96,7 +104,7 @@ class AdditionTask(MadeOnDemand):
         self._high = 10**digits
         self._seed = seed
         self._pool: list[Problem] | None = None
-        if digits <= _LISTED_DIGITS:
+        if digits <= LISTED_DIGITS:
             every = product(range(self._low, self._high), repeat=2)
             self._pool = [_sum(a, b) for a, b in every if not _reserved(a, b)]
 
@@ -176,8 +184,9 @@ class JsonlTask:
         self._system = config.system if config.chat else None
         if problems is None:
             problems = read_problems(config)
+        self.domains = {problem.domain for problem in problems if problem.domain is not None}
         if not (whole or partial):
-            _refuse_unused(list(config.verifiers), problems=problems, path=config.path)
+            _refuse_unused(list(config.verifiers), present=self.domains, where=config.path)
         self._refuse_missing(problems)
         self._training = [p for p in problems if not (whole or is_held_out(p.prompt))]
         self._reserved = list({p.prompt: p for p in problems if whole or is_held_out(p.prompt)}.values())
@@ -240,7 +249,9 @@ class JsonlTask:
             raise Refusal(reasons[:REPORTED])
 
     def start(self, *, seconds: float) -> None:
-        by_domain = {problem.domain: self._given(problem) for problem in self._training}
+        # Rows of a held-out set are all reserved.
+        problems = (*self._reserved, *self._training)
+        by_domain = {problem.domain: self._given(problem) for problem in problems}
         self._judge.start(list(by_domain.values()), seconds=seconds)
 
     def check_references(self) -> tuple[str, ...]:
@@ -299,12 +310,11 @@ class JsonlTask:
         return {name: self._judge.counts[name] for name in ("verifier_failures", "verifier_timeouts")}
 
 
-def _refuse_unused(domains: list[str], *, problems: Sequence[Problem], path: str) -> None:
+def _refuse_unused(domains: list[str], *, present: set[str], where: str) -> None:
     """A verifier of a domain that no line has would judge nothing, and another one judge in its place."""
-    present = sorted({problem.domain for problem in problems if problem.domain is not None})
     reasons = [
-        f"task.verifiers.{domain}: no effect, no line of {path} has this domain: lines have "
-        f"{', '.join(map(repr, present)) or 'none'}"
+        f"task.verifiers.{domain}: no effect, no line of {where} has this domain: lines have "
+        f"{', '.join(map(repr, sorted(present))) or 'none'}"
         for domain in domains
         if domain not in present
     ]

@@ -60,6 +60,18 @@ def entry_config(entry: object, *, base: TaskConfig, where: str, further: Sequen
     return replace(base, **{**given, "kind": TaskKind(kind)})
 
 
+def set_config(entry: object, *, base: TaskConfig, where: str) -> TaskConfig:
+    """The task of an entry of `evaluation.sets`; `eval_problems` are as many as it says, 0: all rows."""
+    task = entry_config(entry, base=base, where=where, further=("problems",))
+    assert isinstance(entry, Mapping), "else it was refused"
+    count = entry.get("problems")
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise Refusal(f"{where}.problems={count!r}: give a whole number of at least 1, or null for all")
+    if count is None and task.kind is not TaskKind.jsonl:
+        raise Refusal(f"{where}.problems: {task.kind.value} has no end: say how many")
+    return replace(task, eval_problems=count or 0)
+
+
 def weight_of(entry: Mapping[str, Any], *, where: str) -> float:
     """The share of an entry relative to the others."""
     weight = entry.get("weight", 1.0)

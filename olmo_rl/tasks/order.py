@@ -9,6 +9,7 @@ Refuses: a task of which nothing can be drawn, and the state of another order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,8 @@ class PromptOrder:
     had and how many of them solved it (`rates`), and the pass in which one that was set aside comes back
     (`back`).
 
-    `rest`: passes that a problem is set aside for when all or none of its responses solved it.
+    `rest`: passes that a problem is set aside for when all or none of its responses solved it, less where
+    nothing else is left.
     """
 
     task: Task
@@ -57,24 +59,35 @@ class PromptOrder:
     _block: tuple[int, list[Problem]] = field(default=(-1, []), repr=False)
 
     def take(self, count: int) -> Taken:
-        """The next `count` problems that fit: returned ones, then new ones."""
+        """The next `count` problems that fit: returned ones, then new ones. Where a whole pass holds only
+        problems that are set aside, those that would come back first come back at once.
+
+        Raises Refusal where a whole pass holds only problems that do not fit.
+        """
         places = self.returned[:count]
         problems = [self.at(place) for place in places]
         given_back, place, overlong, barren, resting = len(places), self.place, 0, 0, 0
-        limit = _BARREN if self.task.size is None else self.task.size
+        # Two passes in a row hold a whole one, wherever they begin.
+        limit = _BARREN if self.task.size is None else 2 * self.task.size
+        # Since `began` nothing was taken; of what rested there, the first comes back in the pass `earliest`.
+        released, began, earliest = 0, place, math.inf
         while len(problems) < count:
             problem = self.at(place)
-            if self._rests(problem, place=place):  # ends: every pass brings it nearer to its return
-                resting += 1
+            back = self._back(problem, place=place)
+            if back > released:
+                resting, barren, earliest = resting + 1, 0, min(earliest, back)
             elif self.task.fits(problem):
                 problems.append(problem)
                 places.append(place)
-                barren = 0
+                barren, began, earliest = 0, place + 1, math.inf
             else:
                 overlong, barren = overlong + 1, barren + 1
                 if barren == limit:
                     raise Refusal(NOTHING_FITS)
             place += 1
+            # Ends: every release leaves fewer that rest, and without any the limit above holds.
+            if earliest < math.inf and self._whole_pass(began, place):
+                released, began, earliest = int(earliest), place, math.inf
         return Taken(
             problems=problems,
             places=places,
@@ -93,23 +106,29 @@ class PromptOrder:
         """Problems that were taken and are not used after all come first the next time."""
         self.returned = [*places, *self.returned]
 
-    def note(self, problem: Problem, *, place: int, judged: int, solved: int) -> None:
-        """Count the responses to a listed problem, and set it aside where they hold nothing to learn."""
+    def note(self, problem: Problem, *, place: int, asked: int, judged: int, solved: int) -> None:
+        """Count the responses to a listed problem, and set it aside where they hold nothing to learn: all of
+        the `asked` were judged, and all or none of them solved it.
+        """
         if judged == 0 or (number := self._pass(problem, place=place)) is None:
             return
         tried = self.rates.setdefault(problem.id, [0, 0])
         tried[0] += judged
         tried[1] += solved
         self.back.pop(problem.id, None)
-        if self.rest and solved in (0, judged):
+        if self.rest and judged == asked and solved in (0, judged):
             self.back[problem.id] = number + self.rest + 1
 
-    def _rests(self, problem: Problem, *, place: int) -> bool:
-        back = self.back.get(problem.id)
-        if back is None:
-            return False
-        number = self._pass(problem, place=place)
-        return number is not None and number < back
+    def _back(self, problem: Problem, *, place: int) -> int:
+        """The pass in which a problem that rests at `place` comes back; 0 where it does not rest."""
+        back = self.back.get(problem.id, 0)
+        number = self._pass(problem, place=place) if back else None
+        return 0 if number is None or number >= back else back
+
+    def _whole_pass(self, began: int, place: int) -> bool:
+        """Whether the places from `began` up to `place` hold a whole pass over every listed part."""
+        before, behind = self.task.epochs(began), self.task.epochs(place)
+        return all(behind[name] - passed >= 2 for name, passed in before.items())
 
     def _pass(self, problem: Problem, *, place: int) -> int | None:
         """The number of the pass that a place lies in, from 0; None of problems made on demand."""

@@ -14,9 +14,11 @@ import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.tasks.rewards import Judged
@@ -178,9 +180,17 @@ def passes(
     found: list[Problem] = []
     while len(found) < count:
         number, first = divmod(start + len(found), len(pool))
-        order = np.random.default_rng((*seeds, number)).permutation(len(pool))
+        order = _shuffled(len(pool), seeds=(*seeds, number))
         found += [pool[i] for i in order[first : first + count - len(found)].tolist()]
     return found
+
+
+@lru_cache(maxsize=16)  # blocks of one pass, of every part of a mixture, ask for the same order again
+def _shuffled(size: int, *, seeds: tuple[int, ...]) -> NDArray[np.int32]:
+    """int32 [size]: the numbers below `size` in the order of `seeds`, to be read only."""
+    order = np.random.default_rng(seeds).permutation(size).astype(np.int32)
+    order.flags.writeable = False
+    return order
 
 
 def blocks(

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from olmo_rl.config import Config, OverlongPrompt
+from olmo_rl.config import Config, OverlongPrompt, TaskConfig, TaskKind
 from olmo_rl.data.chat import user_prompt
 from olmo_rl.data.tokenizers import Tokenizer
 from olmo_rl.tasks.kinds import build_task
+from olmo_rl.tasks.mixing import set_config
 from olmo_rl.tasks.problems import Problem, Task, demonstration
 from olmo_rl.tasks.rewards import Judged
 from olmo_rl.types import Refusal
@@ -131,11 +132,23 @@ def rendered_task(
     """The task of the run with all of its problems, prompts in the form of `task.chat`. `problems`: those of
     `task.path` where it was read before; `whole`: all of them are held out.
     """
-    task = build_task(config.task, seed=config.seed, problems=problems, whole=whole)
+    task = build_task(
+        config.task, seed=config.seed, problems=problems, whole=whole, sets=_generated_sets(config)
+    )
     if not config.task.chat:
         return task
     system = config.task.system
     return ChatTask(task, render=lambda text: user_prompt(text, tokenizer=tokenizer, system=system))
+
+
+def _generated_sets(config: Config) -> list[TaskConfig]:
+    """The sets of `evaluation.sets` whose problems are draws of a dataset that training may draw from too."""
+    named = {f"evaluation.sets.{name}": entry for name, entry in config.evaluation.sets.items()}
+    return [
+        set_config(entry, base=config.task, where=where)
+        for where, entry in named.items()
+        if isinstance(entry, Mapping) and entry.get("kind") == TaskKind.reasoning_gym.value
+    ]
 
 
 def task_of(

@@ -3,7 +3,8 @@
 A function that has a parameter `response` judges one response, one that has `responses` but no `response` all
 responses to one prompt together, as many values as responses. It gets by name what its other parameters name:
 `answer`, `prompt` and `messages` (as the data have them, before any chat template), `domain`, and any column
-of the row. A parameter with a default is optional; `**kwargs` takes everything. A function with neither of
+of the row. A parameter with a default is optional; `**kwargs` takes everything. An argument that the
+configuration gives is never replaced by a column of its name. A function with neither of
 the two parameters is called with response and answer, in this order.
 
 A value is a finite number, or None or NaN where the function does not judge. The verdict is the sum of the
@@ -44,8 +45,9 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    """A function with its further arguments bound. `required` and `optional`: names that it asks for; `open`:
-    it takes every name; `positional`: it is called with response and answer. `where`: the key that names it.
+    """A function with its further arguments `bound`. `required` and `optional`: names that it asks for;
+    `open`: it takes every name but those bound; `positional`: it is called with response and answer. `where`:
+    the key that names it.
     """
 
     function: Verifier
@@ -54,6 +56,7 @@ class Reward:
     required: tuple[str, ...] = (RESPONSE, "answer")
     optional: tuple[str, ...] = ()
     open: bool = False
+    bound: frozenset[str] = frozenset()
     positional: bool = False
 
     @property
@@ -78,7 +81,8 @@ class Reward:
         everything = {**given, RESPONSES: list(responses)}
         if not self.judges_together:
             everything[RESPONSE] = responses[index]
-        wanted = everything if self.open else (*self.required, *self.optional)
+        # A configured argument goes before a column of its name, as for parameters that a signature names.
+        wanted = everything.keys() - self.bound if self.open else (*self.required, *self.optional)
         return Call(
             named={name: everything[name] for name in wanted if name in everything},
             count=len(responses) if self.judges_together else None,
@@ -139,6 +143,7 @@ def _asking(function: Any, *, arguments: dict[str, Any], where: str, key: str, w
         required=tuple(p.name for p in free if p.default is inspect.Parameter.empty),
         optional=tuple(p.name for p in free if p.default is not inspect.Parameter.empty),
         open=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+        bound=frozenset(arguments),
     )
 
 
