@@ -1,7 +1,7 @@
 # make train   a tiny hybrid MoE learns 2-digit addition on this machine's CPU (about four minutes on two idle cores, and two for the set-up)
 # make test    the tests (about thirteen minutes on two cores)
-# make test-services  tests that start a SLURM of their own (apt-get install slurm-wlm munge; about five minutes), and those
-#              of environments of the verifiers library
+# make test-services  tests under a SLURM of their own and in a Chromium (apt-get install slurm-wlm munge chromium; about six
+#              minutes), and those of environments of the verifiers library
 # make test-engines   the loop against a real vLLM on this CPU (3 GB into build/engines, about twenty minutes)
 # make lint    style, types, shell scripts
 # make docs    the documentation site, into build/site
@@ -29,7 +29,7 @@ test: $(VENV)/.dev
 		--dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-services: $(VENV)/.environments
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/test_slurm.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slurm or chromium' tests/test_slurm.py tests/test_report_page.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m environments tests/environments_live $(ARGS)
 
 test-engines: $(VENV)/.dev $(VLLM)/.complete $(WHEELS)/.complete

@@ -45,6 +45,7 @@ Recipe = Enum(
         "serve": "serve",
         "upcycle": "upcycle",
         "import": "import",
+        "report": "report",
     },
 )
 
@@ -94,6 +95,9 @@ RECIPES: dict[Recipe, RecipeEntry] = {
     ),
     Recipe["import"]: RecipeEntry(
         entry="recipes.convert:run", doc="convert rollouts of another system into rollout files of olmo_rl"
+    ),
+    Recipe.report: RecipeEntry(
+        entry="recipes.report:run", doc="a page about a run, two runs or a sweep; no GPU, no torch"
     ),
 }
 
@@ -320,6 +324,7 @@ class TaskKind(Choice):
 class LoggerKind(Choice):
     csv = "csv", "metrics.csv alone"
     wandb = "wandb", "Weights & Biases too"
+    tensorboard = "tensorboard", "TensorBoard too, in tensorboard/ of the run directory"
 
 
 _GENERATES = Needs(
@@ -358,6 +363,7 @@ _JUDGES = Needs(
     planning=True,
 )
 _PLANS = Needs(lambda c: c.recipe is Recipe.plan, "without recipe=plan", "set recipe=plan")
+_REPORTS = Needs(lambda c: c.recipe is Recipe.report, "without recipe=report", "set recipe=report")
 _SERVES = Needs(lambda c: c.recipe is Recipe.serve, "without recipe=serve")
 _IMPORTS = Needs(
     lambda c: c.recipe is Recipe["import"],
@@ -410,7 +416,7 @@ _EXPORTS = Needs(
     "where nothing is exported and no engine receives weights",
     "choose recipe=export, rollouts=vllm or rollouts=sglang",
 )
-_WANDB = Needs(lambda c: c.logger.kind is LoggerKind.wandb, "with logger=csv", "choose logger=wandb")
+_WANDB = Needs(lambda c: c.logger.kind is LoggerKind.wandb, "without logger=wandb", "choose logger=wandb")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1139,6 +1145,7 @@ class TrainerConfig:
     devices: int = key(1, "processes of one node", min=1)
     num_nodes: int = key(1, "world size = devices x num_nodes", min=1)
     max_steps: int = key(100, "optimizer steps", min=1)
+    profile_steps: int = key(0, "updates whose trace and table of operators go to profile/, 0 = none", min=0)
 
     @property
     def world_size(self) -> int:
@@ -1313,6 +1320,7 @@ class CallbacksConfig:
     progress: bool = key(True, "bar over packs and updates")
     pictures: bool = key(True, "reward.png and packs.png at the end")
     samples: int = key(8, "generations of every update kept in samples/, 0 = none", min=0, max=256)
+    report: bool = key(True, "report.html at the end")
     extra: list[dict[str, Any]] = key(
         [], "your Lightning callbacks, each {_target_: package.Class, argument: value}"
     )
@@ -1366,6 +1374,9 @@ class Config:
     init_from: str | None = key(
         None, "weights to start from: checkpoint, safetensors file, Hugging Face model"
     )
+    run: str | None = key(None, "directory of a run or a sweep to report on", needs=_REPORTS)
+    compare: str | None = key(None, "directory of a run to show beside it", needs=_REPORTS)
+    report_path: str | None = key(None, "the page, null = report.html in that directory", needs=_REPORTS)
     run_dir: str = key("", "follows from the run's name, never set by hand")
     model: ModelConfig = section(ModelConfig)
     task: TaskConfig = section(TaskConfig)

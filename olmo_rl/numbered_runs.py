@@ -26,7 +26,7 @@ from olmo_rl.types import Refusal
 
 UNCHOSEN = "-*"
 MARK = ".numbered"  # in every numbered directory: which kind of recipe began it
-WITHOUT_FILES = (Recipe.validate, Recipe.serve)
+WITHOUT_FILES = (Recipe.validate, Recipe.serve, Recipe.report)
 
 T = TypeVar("T")
 

@@ -43,6 +43,11 @@ def follow(progress: Progress | None) -> None:
     _CURRENT.set(progress)
 
 
+def current() -> Progress | None:
+    """Where the notes of this thread go."""
+    return _CURRENT.get()
+
+
 def note_update(update: int, *, packs: int) -> None:
     """An update of `packs` packs on this rank begins."""
     if (progress := _CURRENT.get()) is not None:

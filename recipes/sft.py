@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.pytorch import Callback
-from rich.console import Console
 
 from olmo_rl.chosen_checkpoint import resolve_checkpoint
 from olmo_rl.collections.conversations import Conversations
@@ -18,6 +17,7 @@ from olmo_rl.data.inputs import Inputs
 from olmo_rl.data.tokenizers import Tokenizer, fitting_tokenizer
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.callbacks import ContractLog
+from olmo_rl.running.closing import print_closing
 from olmo_rl.running.held_out_loss import HeldOutLoss
 from olmo_rl.running.trainer import fit
 from olmo_rl.tasks.prompting import task_of
@@ -59,7 +59,7 @@ def train(config: Config, *, inputs: Inputs | None = None, watchers: Sequence[Ca
         checkpoint=checkpoint,
     )
     if trainer.is_global_zero:
-        Console().print(f"run directory: {config.run_dir}", soft_wrap=True)
+        print_closing(config, interrupted=interrupted)
     if interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
 

@@ -27,6 +27,7 @@ from olmo_rl.data.means import shown
 from olmo_rl.data.tokenizers import Tokenizer, local_tokenizer
 from olmo_rl.run_directory import EXIT_INTERRUPTED
 from olmo_rl.running.callbacks import ContractLog, Evaluation
+from olmo_rl.running.closing import print_closing
 from olmo_rl.running.environment_evaluation import EnvironmentEvaluation
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.reward_picture import draw_reward
@@ -105,7 +106,7 @@ def _train(
         if parts is not None:
             parts.close()
     if trainer.is_global_zero:
-        _close(config, evaluation=evaluation, skipped=module.skipped_updates)
+        _close(config, evaluation=evaluation, skipped=module.skipped_updates, interrupted=interrupted)
     if interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
     if trainer.global_step == 0:
@@ -136,8 +137,10 @@ def _tokenizer(config: Config, parts: RolloutParts | EnvironmentParts | None) ->
     return parts.tokenizer if isinstance(parts, RolloutParts) else local_tokenizer(config.model)
 
 
-def _close(config: Config, *, evaluation: Evaluation | EnvironmentEvaluation | None, skipped: int) -> None:
-    """Pictures and the closing table."""
+def _close(
+    config: Config, *, evaluation: Evaluation | EnvironmentEvaluation | None, skipped: int, interrupted: bool
+) -> None:
+    """Pictures, the closing table, and what the run shows."""
     metrics = Path(config.run_dir) / "metrics.csv"
     rows = [row for row in read_metrics(metrics) if "packing/packs" in row] if metrics.is_file() else []
     accuracies = {} if evaluation is None else evaluation.results
@@ -160,4 +163,4 @@ def _close(config: Config, *, evaluation: Evaluation | EnvironmentEvaluation | N
     console.print(table)
     if len(rows) < 20:
         console.print(f"{len(rows)} updates, first and last overlap: they prove the path, not the learning")
-    console.print(f"run directory: {config.run_dir}", soft_wrap=True)
+    print_closing(config, interrupted=interrupted)

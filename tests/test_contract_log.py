@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,9 @@ def test_the_packing_event_describes_this_ranks_packs(logged: Run) -> None:
             "fill": pytest.approx(sum(lengths) / (len(packs) * 20)),
             "samples_per_pack": [len(pack) for pack in packs],
             "sample_ids": [[batch.samples[i].id for i in pack] for pack in packs],
+            "lengths": [[lengths[i] for i in pack] for pack in packs],
+            "groups": [[i // 2 for i in pack] for pack in packs],
+            "rows": tokens,
             "plan": "planned",
         }
 
@@ -187,3 +191,17 @@ def test_a_file_with_routes_trains_on_live_routes_where_replay_is_off(tmp_path: 
     assert "replay/coverage" not in run.rows[0]
     assert run.events("replay")[0]["rows"] == 0
     assert run.recorder.batches[0].packs[0].routes is None
+
+
+def test_the_table_of_metrics_has_unit_normaliser_and_meaning_of_all_that_a_run_logs(logged: Run) -> None:
+    table = (Path(__file__).parents[1] / "docs" / "reference" / "metrics.md").read_text()
+    explained: dict[str, list[str]] = {}
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        explained |= dict.fromkeys(re.findall(r"`(\w+/\w+)`", cells[0]), cells[1:])
+    names = {name for row in logged.rows for name in row} - {"step"}
+    assert len(names) > 50
+    assert names - set(explained) == set()
+    unclear = [name for name in sorted(names - {"optim/lr"}) if not all(explained[name])]
+    assert unclear == []
+    assert {len(explained[name]) for name in names} == {3}

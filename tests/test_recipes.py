@@ -131,6 +131,11 @@ def rows_of(run: Path) -> list[dict[str, float]]:
     return read_metrics(run / "metrics.csv")
 
 
+def looked_at() -> set[str]:
+    """Files of a GRPO run for people to look at, beside its generations."""
+    return {"reward.png", "packs.png", "report.html"}
+
+
 def training_files(*, steps: int, ranks: int, generations: bool = True) -> set[str]:
     shards = {f"checkpoints/step-{steps}/__{rank}_0.distcp" for rank in range(ranks)}
     logs = {f"training_contract_rank{rank}.jsonl" for rank in range(ranks)}
@@ -186,7 +191,7 @@ def test_two_ranks_train_on_the_files(trained: Ended, place: Path) -> None:
     assert trained.code == 0, trained.err
     assert "Warning" not in trained.err
     run = place / "outputs" / "t"
-    assert files_of(run) == training_files(steps=2, ranks=2) | {"reward.png", "packs.png"}
+    assert files_of(run) == training_files(steps=2, ranks=2) | looked_at()
     for picture in ("reward.png", "packs.png"):
         assert (run / picture).read_bytes().startswith(PNG)
         assert (run / picture).stat().st_size > 5000
@@ -279,7 +284,7 @@ def test_a_sweep_of_two_rank_jobs_goes_on_after_a_refused_and_a_failed_job(place
         assert composed.packing.max_tokens == budgets[job]
     assert not (sweep / "1" / "checkpoints").exists()
     run = sweep / "2"
-    assert files_of(run) == training_files(steps=2, ranks=2) | {"reward.png", "packs.png"}
+    assert files_of(run) == training_files(steps=2, ranks=2) | looked_at()
     assert [row["step"] for row in rows_of(run)] == [1, 2]
     assert [len(records(run, "optimizer", rank=rank)) for rank in (0, 1)] == [2, 2]
 
@@ -420,7 +425,7 @@ def test_a_debug_run_warms_up_once_trains_evaluates_and_replaces_itself(here: He
         done = here(PACKED, "+debug=single")
         assert done.code == 0, done.err
         assert ("made earlier by the same configuration" in done.out) == bool(turn)
-        assert files_of(run) == training_files(steps=2, ranks=1) | {"reward.png", "packs.png", ".numbered"}
+        assert files_of(run) == training_files(steps=2, ranks=1) | looked_at() | {".numbered"}
         assert [row["step"] for row in rows_of(run)] == [1, 2]
         evaluations = records(run, "evaluation")
         assert [(event["step"], event["problems"]) for event in evaluations] == [(0, 8), (1, 8), (2, 8)]

@@ -157,6 +157,7 @@ EXAMPLES = {
     "an entry without _target_, or": "callbacks.extra=[{_target_:nowhere.Callback}]",
     "rollouts to import are not": "recipe=import",
     "weights to export are not": "recipe=export",
+    "the run to report on": "recipe=report",
     "it exists already, and an": "recipe=export init_from={run} export.path={run}",
     "the dense model to upcycle": "recipe=upcycle",
     "weights to start from are": "upcycle.dense=dense init_from={run}",
@@ -167,6 +168,7 @@ EXAMPLES = {
 # Configurations in which different keys have an effect.
 SETTINGS = {
     "defaults": "",
+    "report": "recipe=report run=outputs/r compare=outputs/other report_path=page.html",
     "packed": "+experiment=packed_moe",
     "four ranks": "+experiment=balanced_moe",
     "dense": "model=dense_tiny model.num_experts=0",

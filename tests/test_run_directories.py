@@ -75,7 +75,14 @@ def test_the_replaced_run_is_deleted_when_the_new_one_has_a_checkpoint(tmp_path:
     make_run(tmp_path / "run")
     library.run(replace(config_of(tmp_path / "run"), overwrite=True))
     names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["checkpoints", "files", "metrics.csv", "samples", "training_contract_rank0.jsonl"]
+    assert names == [
+        "checkpoints",
+        "files",
+        "metrics.csv",
+        "report.html",
+        "samples",
+        "training_contract_rank0.jsonl",
+    ]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
 
 

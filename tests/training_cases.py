@@ -43,9 +43,10 @@ from olmo_rl.data.packs import Step
 from olmo_rl.refusals import refusals
 from olmo_rl.running.callbacks import ContractLog
 from olmo_rl.running.checkpoints import Checkpoints
+from olmo_rl.running.loggers import build_loggers
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.running.ranks import run_ranks
-from olmo_rl.running.trainer import build_loggers, build_trainer
+from olmo_rl.running.trainer import build_trainer
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import POLICY
 from olmo_rl.training.strategy import ExpertParallelStrategy

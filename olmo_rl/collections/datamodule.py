@@ -32,6 +32,7 @@ from olmo_rl.collections.reward_divergence import divergences_of
 from olmo_rl.collections.sources import RolloutSource
 from olmo_rl.collections.step_loader import StepLoader
 from olmo_rl.config import Config
+from olmo_rl.progress import note_phase
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
@@ -130,6 +131,7 @@ class RolloutDataModule(LightningDataModule):
         if self._resumed is not None:
             return self._reopened(self._resumed)
         started = time.perf_counter()
+        note_phase("rollout")
         if isinstance(self.source, ContinuousSource):
             found: Drawn | OpenCollection | None = self._open_step(self.source)
         elif self._ahead is None:

@@ -19,9 +19,12 @@ from olmo_rl.config import Config
 from olmo_rl.data.advantages import can_train
 from olmo_rl.data.collate import empty_step, step_of_rank
 from olmo_rl.data.packs import Step
-from olmo_rl.planning.schedule import Forecast, Schedule, StepInput
+from olmo_rl.planning.objective import destination_loads
+from olmo_rl.planning.packing import plan_step
+from olmo_rl.planning.schedule import Forecast, Schedule, StepInput, layer_skews
+from olmo_rl.progress import note_phase
 from olmo_rl.training.strategy import ExpertParallelStrategy
-from olmo_rl.types import Sample
+from olmo_rl.types import PackPlan, Sample
 
 
 class OpenCollection:
@@ -135,6 +138,7 @@ class OpenCollection:
         anchors = None
         if index in self._tasks:
             started = time.perf_counter()
+            note_phase("plan")
             planned, schedule = self._planner.agree(self._tasks[index])
             waited = time.perf_counter() - started
             step = self._collated(index, planned=planned, schedule=schedule)
@@ -152,6 +156,15 @@ class OpenCollection:
             steps_in_collection=self.steps_in_collection,
             source=self.source,
         )
+
+    def _arrival(self, planned: StepInput, *, plan: PackPlan) -> tuple[float, ...] | None:
+        """Skews of layers in the order that a search moved away from, on rank 0, which reports them."""
+        searched = plan.search is not None and self._config.packed
+        if planned.loads is None or not searched or self._strategy.global_rank > 0:
+            return None
+        topology = planned.topology
+        arrival = plan_step(planned.lengths, budget=planned.budget, topology=topology, ids=planned.ids)
+        return layer_skews(destination_loads(arrival, loads=planned.loads, topology=topology))
 
     def _collated(self, index: int, *, planned: StepInput, schedule: Schedule) -> Step:
         topology, layout, plan = self._strategy.topology, self._layout, schedule.plan
@@ -186,5 +199,6 @@ class OpenCollection:
                 layer_stride=self._config.balance.layer_stride,
                 pads=None if planned.pads is None else planned.pads.work(plan),
                 slots=1 if lent is None else lent.table.slots_per_rank,
+                arrival=self._arrival(planned, plan=plan),
             )
         return replace(step, schedule=schedule, forecast=forecast)

@@ -222,15 +222,25 @@ def _add_loads(loads: NDArray[np.int64], routes: NDArray[np.integer], *, owner: 
         loads[:, layer] += np.bincount(owner[routes[:, layer]].ravel(), minlength=len(loads))
 
 
+def layer_skews(loads: NDArray[np.int64]) -> tuple[float, ...]:
+    """[C, R, E, L] -> [L]: of every layer the busiest destination over the mean one, both summed over columns
+    and replicas; 1 is even, also where nothing is sent.
+    """
+    busiest, mean = loads.max(axis=2).sum(axis=(0, 1)), loads.mean(axis=2).sum(axis=(0, 1))
+    return tuple(float(a / b) if b > 0 else 1.0 for a, b in zip(busiest, mean, strict=True))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Forecast:
     """Predicted counts of the dispatcher: `loads` int64 [C, R, E, L] of the global layer ids `layers`. Where
     experts are lent, every destination has `slots` slots, and loads are by slot, [C, R, S, L].
+    `arrival` [L]: the skew of every layer in the order of arrival, None where it was kept or is not known.
     """
 
     loads: NDArray[np.int64]
     layers: tuple[int, ...]
     slots: int = 1
+    arrival: tuple[float, ...] | None = None
 
     @classmethod
     def of(
@@ -243,12 +253,14 @@ class Forecast:
         layer_stride: int,
         pads: PadWork | None = None,
         slots: int = 1,
+        arrival: tuple[float, ...] | None = None,
     ) -> Forecast:
         """`pads`: work that the padding of this plan adds, where rows are padded. `slots`: of a destination,
-        where `loads` and `pads` are by slot.
+        where `loads` and `pads` are by slot. `arrival`: skews of layers to compare with.
         """
         predicted = destination_loads(plan, loads=loads, topology=topology, pads=pads)
-        return cls(loads=predicted, layers=layout.routed_layers[::layer_stride], slots=slots)
+        layers = layout.routed_layers[::layer_stride]
+        return cls(loads=predicted, layers=layers, slots=slots, arrival=arrival)
 
     @classmethod
     def of_shared(
@@ -306,6 +318,8 @@ class Forecast:
             "observed": counted.sum(axis=(0, 1)).T.tolist(),
             "predicted_expert_work": int(predicted.max(axis=(1, 2)).sum()),
             "expert_work": int(counted.max(axis=(1, 2)).sum()),
+            "layer_skew": list(layer_skews(counted)),
+            "layer_skew_before": None if self.arrival is None else list(self.arrival),
             "equal": len(differs) == 0,
             "mismatch": len(differs),
             "where": named,

@@ -20,6 +20,10 @@ _TRAINING_MARKS = (
     "reference",
     "training_contract_rank*.jsonl",
     "samples",
+    "report.html",
+    "tensorboard",
+    "profile",
+    ".logger-id",
 )
 RUN_MARKS: dict[Recipe, tuple[str, ...]] = {
     Recipe.train: _TRAINING_MARKS,
@@ -328,6 +332,12 @@ RUN = (
         refuses="rollouts to import are not named",
         fix="set imports.source to the system that recorded them and imports.path to its file or directory",
         when=lambda c: c.recipe is Recipe["import"] and (c.imports.source is None or c.imports.path is None),
+    ),
+    Rule(
+        keys="recipe run",
+        refuses="the run to report on is not named",
+        fix="set run to its directory, outputs/<run>, or to that of a sweep",
+        when=lambda c: c.recipe is Recipe.report and c.run is None,
     ),
     Rule(
         keys="recipe init_from",

@@ -1,4 +1,4 @@
-"""What happens around updates: the contract log, held-out evaluation, the progress display."""
+"""What happens around updates: the contract log, held-out evaluation, the picture of packs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typing_extensions import override
 
 from olmo_rl.chosen_checkpoint import evaluations_of
@@ -23,13 +21,14 @@ from olmo_rl.config import Config
 from olmo_rl.data.packs import Step
 from olmo_rl.planning.pictures import draw_packs
 from olmo_rl.policy.compiling import Graph
+from olmo_rl.progress import note_phase
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.run_directory import FORMAT_VERSION, LOG_EVENT, log_fault, whole_lines
 from olmo_rl.tasks.held_out import HeldOut, held_out_sets, start_named
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.rank_agreement import outcome, together
 from olmo_rl.training.step import StepResult
-from olmo_rl.training.step_report import events_of, metrics_of
+from olmo_rl.training.step_report import events_of
 from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal
 
@@ -164,6 +163,7 @@ class Evaluation(Callback):
 
     def _evaluate(self, trainer: Trainer) -> dict[str, float | None]:
         """The metrics of this evaluation. A collective of all ranks."""
+        note_phase("evaluate")
         strategy, parts = cast(ExpertParallelStrategy, trainer.strategy), self._parts
         if self._questions is None:
             self._questions = self._drawn(strategy)
@@ -230,73 +230,3 @@ class PackPicture(Callback):
             path=self._path,
             padding=self._padding,
         )
-
-
-class ProgressDisplay(Callback):
-    """Two bars on a terminal: updates (reward, fill, tokens/s) and packs of this update; lines where output
-    is a file.
-    """
-
-    LINE_INTERVAL = 10
-
-    def __init__(self, *, label: str, total: int) -> None:
-        self._label = label
-        self._total = total
-        self._console = Console()
-        self._progress: Progress | None = None
-        self._updates: TaskID | None = None
-        self._packs: TaskID | None = None
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero or not self._console.is_terminal:
-            return
-        self._progress = Progress(
-            TextColumn("{task.description:<8}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=self._console,
-        )
-        self._updates = self._progress.add_task(
-            self._label, total=self._total, completed=trainer.global_step, note=""
-        )
-        self._packs = self._progress.add_task("packs", total=None, note="")
-        self._progress.start()
-        cast(PolicyModule, pl_module).on_pack = self._show_packs
-
-    def _show_packs(self, done: int, total: int) -> None:
-        if self._progress is not None and self._packs is not None:
-            self._progress.update(self._packs, completed=done, total=total)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Step, batch_idx: int
-    ) -> None:
-        if not trainer.is_global_zero:
-            return
-        note = self._note(cast(PolicyModule, pl_module), batch)
-        if self._progress is not None and self._updates is not None:
-            self._progress.update(self._updates, completed=trainer.global_step, note=note)
-        elif not self._console.is_terminal and (
-            trainer.global_step % self.LINE_INTERVAL == 0 or trainer.global_step == self._total
-        ):
-            print(f"{self._label} {trainer.global_step}/{self._total}  {note}", flush=True)
-
-    @staticmethod
-    def _note(module: PolicyModule, batch: Step) -> str:
-        if module.result is None:
-            return f"nothing to train on, {module.skipped_updates} updates skipped"
-        metrics = metrics_of(module.result) | dict(batch.facts)
-        parts = [f"reward {metrics['reward/mean']:.3f}"] if "reward/mean" in metrics else []
-        parts.append(f"loss {metrics['loss/total']:+.4f}")
-        parts.append(f"fill {metrics['packing/fill']:.2f}")
-        parts.append(f"{metrics['throughput/real_tokens_per_second']:,.0f} tokens/s")
-        return "  ".join(parts)
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None

@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from olmo_rl.config import Config
+from olmo_rl.progress import note_phase
 from olmo_rl.run_directory import SCRATCH, checkpoint_directory
 from olmo_rl.running.checkpoint_writer import CheckpointWriter
 from olmo_rl.running.rank_process import handled_signals, leave_terminal, print_line
@@ -156,6 +157,7 @@ class Checkpoints(Callback):
     def _save(self, trainer: Trainer, *, beside: bool = False) -> None:
         """A collective of all ranks: complete or absent, then the oldest go."""
         assert self._writer is not None, "training has started"
+        note_phase("save")
         if trainer.global_step == self._last_saved:
             self._writer.complete()
             return

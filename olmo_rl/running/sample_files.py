@@ -18,12 +18,14 @@ from olmo_rl.complete_files import complete_file
 from olmo_rl.config import Config
 from olmo_rl.data.packs import Step
 from olmo_rl.data.tokenizers import Tokenizer
+from olmo_rl.running.loggers import TensorBoardRun, WandbRun
 from olmo_rl.training.kept_samples import kept_span, scored_places
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.step import StepResult
 from olmo_rl.types import Sample
 
 MOST_FILES = 512
+SHOW_INTERVAL = 50  # updates between tables of samples in loggers that show them
 REPLACEMENT = "\ufffd"
 SCHEMA = pa.schema(
     {
@@ -73,6 +75,11 @@ class SampleFiles(Callback):
         with complete_file(self._directory / f"step-{trainer.global_step}.parquet") as path:
             pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
         thin(self._directory)
+        step = trainer.global_step
+        if step == 1 or step % SHOW_INTERVAL == 0 or step == trainer.max_steps:
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbRun | TensorBoardRun):
+                    logger.log_samples(rows, step=step)
 
 
 def sample_files(directory: Path) -> list[Path]:

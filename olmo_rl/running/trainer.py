@@ -6,40 +6,26 @@ import inspect
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
-from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.utilities import rank_zero_only
-from typing_extensions import override
 
-from olmo_rl.config import Config, LoggerKind
-from olmo_rl.running.callbacks import ContractLog, PackPicture, ProgressDisplay
+from olmo_rl.config import Config
+from olmo_rl.run_directory import step_of
+from olmo_rl.running.callbacks import ContractLog, PackPicture
 from olmo_rl.running.checkpoints import Checkpoints
-from olmo_rl.running.metrics_csv import MetricsCsv
+from olmo_rl.running.display import ProgressDisplay
+from olmo_rl.running.loggers import build_loggers
+from olmo_rl.running.profiling import ProfiledUpdates
 from olmo_rl.training.lightning_internals import without_signal_handlers
 from olmo_rl.training.module import PolicyModule
 from olmo_rl.training.strategy import ExpertParallelStrategy, cluster_environment
 from olmo_rl.types import Refusal
 from olmo_rl.user_code import import_parts, imported
-
-
-class WandbRun(WandbLogger):
-    """One W&B run a job: it ends with the training, so that the next job of a sweep starts its own."""
-
-    @override
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        super().finalize(status)
-        if self._experiment is not None:
-            self._experiment.finish(exit_code=0 if status == "success" else 1)
-            self._experiment = None
 
 
 def fit(
@@ -61,6 +47,8 @@ def fit(
         callbacks.append(PackPicture(config))
     if config.callbacks.progress:
         callbacks.append(ProgressDisplay(label="updates", total=config.trainer.max_steps))
+    if config.trainer.profile_steps > 0:
+        callbacks.append(ProfiledUpdates(config.run_dir, count=config.trainer.profile_steps))
     callbacks += build_extra(config.callbacks.extra, Callback, key="callbacks.extra")
     callbacks.append(checkpoints)
     trainer = build_trainer(
@@ -68,26 +56,13 @@ def fit(
         strategy=strategy,
         max_steps=config.trainer.max_steps,
         callbacks=callbacks,
-        loggers=build_loggers(config),
+        loggers=[
+            *build_loggers(config, resumed=None if checkpoint is None else step_of(Path(checkpoint))),
+            *build_extra(config.logger.extra, Logger, key="logger.extra"),
+        ],
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return trainer, checkpoints.interrupted
-
-
-def build_loggers(config: Config) -> list[Logger]:
-    """metrics.csv always; W&B where the configuration asks for it."""
-    loggers: list[Logger] = [MetricsCsv(Path(config.run_dir) / "metrics.csv")]
-    if config.logger.kind is LoggerKind.wandb:
-        loggers.append(
-            WandbRun(
-                project=config.logger.project,
-                name=config.run_name,
-                save_dir=config.run_dir,
-                offline=config.logger.offline,
-                config=plain(asdict(config)),
-            )
-        )
-    return loggers + build_extra(config.logger.extra, Logger, key="logger.extra")
 
 
 def build_extra(entries: Sequence[Any], kind: type[Any], *, key: str) -> list[Any]:
@@ -172,15 +147,6 @@ def build_trainer(
         default_root_dir=config.run_dir,
     )
     return without_signal_handlers(trainer)
-
-
-def plain(value: Any) -> Any:
-    """A configuration as JSON has it: words in place of the members of an Enum."""
-    if isinstance(value, dict):
-        return {name: plain(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [plain(part) for part in value]
-    return value.value if isinstance(value, Enum) else value
 
 
 def quiet_lightning() -> None:

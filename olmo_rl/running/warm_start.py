@@ -22,7 +22,7 @@ from olmo_rl.data.tokenizers import fitting_tokenizer
 from olmo_rl.policy.sharded import whole_weights
 from olmo_rl.policy.weights import save_weights
 from olmo_rl.run_directory import sha256_of
-from olmo_rl.running.callbacks import ProgressDisplay
+from olmo_rl.running.display import ProgressDisplay
 from olmo_rl.running.trainer import build_trainer
 from olmo_rl.tasks.problems import Problem
 from olmo_rl.tasks.prompting import task_of

@@ -22,6 +22,7 @@ from olmo_rl.policy.hybrid import HybridDecoder
 from olmo_rl.policy.kernels import refuse_gpu
 from olmo_rl.policy.logprobs import check_logprobs
 from olmo_rl.policy.weights import load_weights
+from olmo_rl.progress import note_phase
 from olmo_rl.training.frozen_reference import FrozenReference, build_reference, check_fingerprint
 from olmo_rl.training.lightning_internals import forget_logged
 from olmo_rl.training.optimizer import (
@@ -40,7 +41,8 @@ from olmo_rl.training.strategy import ExpertParallelStrategy
 
 class PolicyModule(LightningModule):
     """A decoder trained by `objective`. `result` is that of the last step, None where nothing could train;
-    `new_graphs` are what it compiled; `finished_step` is the last step that needs no further work.
+    `new_graphs` are what it compiled, `logged` its metrics; `finished_step` is the last step that needs no
+    further work.
 
     `publish` is called with the decoder and the policy version before the first update and after every
     update, by all ranks.
@@ -60,6 +62,7 @@ class PolicyModule(LightningModule):
         self.result: StepResult | None = None
         self.finished_step: Step | None = None
         self.new_graphs: list[Graph] = []
+        self.logged: dict[str, float] = {}
         self.skipped_updates = 0
         self._watch = Stopwatch(torch.device("cpu"))
         self._nonfinite_in_a_row = 0
@@ -79,6 +82,7 @@ class PolicyModule(LightningModule):
     def configure_model(self) -> None:
         if self.decoder is not None:
             return
+        note_phase("load")
         check_logprobs(self.config.policy.logprobs)
         if self.device.type == "cuda":
             refuse_gpu(backends_of(self.config), capability=torch.cuda.get_device_capability(self.device))
@@ -161,7 +165,7 @@ class PolicyModule(LightningModule):
     @override
     def training_step(self, batch: Step, batch_idx: int) -> None:
         self.result = None
-        self.new_graphs = []
+        self.new_graphs, self.logged = [], {}
         forget_logged(self.trainer)
         if not batch.packs:
             self.skipped_updates += 1  # the contract log has it; metrics.csv has updates only
@@ -234,6 +238,7 @@ class PolicyModule(LightningModule):
         return route_mode(self.config, objective=self.objective)
 
     def _log(self, metrics: dict[str, float]) -> None:
+        self.logged = metrics
         step = float(self.trainer.global_step)
         self.log_dict({name: float(value) for name, value in metrics.items()} | {"step": step}, batch_size=1)
 

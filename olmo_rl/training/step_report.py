@@ -122,6 +122,8 @@ def warn_of_mismatch(result: StepResult, *, update: int) -> None:
 
 def _packing(step: Step) -> dict[str, Any]:
     real = [pack.real_tokens for pack in step.packs]
+    samples = {sample.id: sample for sample in step.samples}
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(s.group for s in step.samples))}
     filled = real if step.plan is None or step.plan.rows is None else [pack.real_rows for pack in step.packs]
     return {
         "samples": sum(len(pack.ids) for pack in step.packs),
@@ -133,6 +135,9 @@ def _packing(step: Step) -> dict[str, Any]:
         "fill": sum(filled) / (len(step.packs) * step.budget),
         "samples_per_pack": [len(pack.ids) for pack in step.packs],
         "sample_ids": [list(pack.ids) for pack in step.packs],
+        "lengths": [[len(samples[id]) for id in pack.ids] for pack in step.packs],
+        "groups": [[numbers[samples[id].group] for id in pack.ids] for pack in step.packs],
+        "rows": [pack.num_rows for pack in step.packs],
         "plan": "planned" if step.schedule is None else step.schedule.origin,
     }
 
