@@ -218,7 +218,7 @@ def _balance(step: int, *, random: np.random.Generator) -> list[dict[str, Any]]:
     balance = {"layers": [1, 2, 4, 5], "observed": observed, "predicted": observed}
     skews = {"layer_skew_before": [1.41, 1.36, 1.52, 1.3], "layer_skew": [1.08, 1.05, 1.12, 1.06]}
     return [
-        {"event": "expert_schedule", "step": step, "rank": 0, "before": {}, "after": {}},
+        {"event": "expert_schedule", "step": step, "rank": 0, "before": {}, "after": {}, "search": {}},
         {"event": "expert_balance", "step": step, "rank": 0, **balance, **skews},
     ]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from collections import deque
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from rich.console import Console
 from training_cases import SMALL_PACKS, config_of, files, fit, samples_of, write_files
 
@@ -87,14 +88,14 @@ def test_durations_read_as_minutes_and_hours() -> None:
     ]  # fmt: skip
 
 
-def run_with(display: ProgressDisplay, tmp_path: Path) -> None:
+def run_with(display: ProgressDisplay, tmp_path: Path, *others: Callback) -> None:
     collections = files(3)
     for samples in collections:
         for sample in samples:
             sample.prompt, sample.response = "1+1=", f"answer of {sample.id}"
     write_files(tmp_path / "run", collections)
     config = config_of(tmp_path / "run", packing=SMALL_PACKS, trainer=TrainerConfig(max_steps=3))
-    callbacks: list[Callback] = [display]
+    callbacks: list[Callback] = [display, *others]
     fit(config, callbacks=callbacks)
 
 
@@ -121,3 +122,29 @@ def test_a_file_gets_plain_lines_with_figures_and_time_left(
     assert re.fullmatch(r"updates 1/3  \d+:\d\d left  reward 0\.\d+  length .* tokens/s .*", lines[1])
     assert re.fullmatch(r"updates 3/3  reward 0\.\d+  .*", lines[2])
     assert not any("\x1b" in line for line in lines)
+
+
+class Failure(Callback):
+    """Raises after the second update, and keeps the values that the display had after the first one."""
+
+    def __init__(self, display: ProgressDisplay) -> None:
+        self.display, self.values, self.copy = display, dict[str, float](), dict[str, float]()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("failed on purpose")
+        self.values = self.display.shown.values
+        self.copy = dict(self.values)
+
+
+def test_a_run_that_fails_gives_the_terminal_back(tmp_path: Path) -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=100, color_system=None)
+    display = ProgressDisplay(label="updates", total=3, console=console)
+    failure = Failure(display)
+    with pytest.raises(RuntimeError, match="failed on purpose"):
+        run_with(display, tmp_path, failure)
+    assert written.getvalue().count("\x1b[?25l") == written.getvalue().count("\x1b[?25h") == 1, "the cursor"
+    assert not any(thread.__class__.__name__ == "_RefreshThread" for thread in threading.enumerate())
+    assert failure.values == failure.copy, "a thread that draws walks through them"
+    assert display.shown.values != failure.copy

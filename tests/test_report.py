@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from report_cases import collapsing, prepared_run, straggling, write_many
 
+from olmo_rl.config import CallbacksConfig, Config
+from olmo_rl.planning.schedule import Forecast
 from olmo_rl.report.health import Health, ends_of, health_of, verdict
 from olmo_rl.report.page import thinned
 from olmo_rl.report.reading import RunRecord, read_run
 from olmo_rl.report.slowness import find_slowness
 from olmo_rl.report.writing import write_report
-from olmo_rl.running.closing import closing_lines
+from olmo_rl.running.closing import closing_lines, print_closing
+from olmo_rl.running.sample_files import SCHEMA
 from olmo_rl.training.measures import gap_edges
 from olmo_rl.types import Refusal
 
@@ -84,6 +89,35 @@ def test_a_rank_that_begins_late_is_named_with_the_share_that_it_costs(runs: Pat
     assert find_slowness(read(runs / "healthy")).straggler == ""
 
 
+def test_of_a_run_resumed_on_more_ranks_those_of_today_are_compared(tmp_path: Path) -> None:
+    run = straggling(tmp_path / "run")
+    log = run / "training_contract_rank0.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    for event in events:
+        if event["event"] == "time" and event["step"] <= 20:  # rank 1 of two was the late one then
+            event |= {"began": [1000.0, 1009.0], "busy": [1.0, 1.0]}
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    slow = find_slowness(read(run))
+    assert [one.rank for one in slow.ranks] == [0, 1, 2, 3]
+    assert slow.straggler.startswith("rank 2 begins 0.5 s after the first one and is last in 100%")
+    events[-2 if events[-1]["event"] == "evaluation" else -1] |= {"began": [5.0], "busy": [1.0]}
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert find_slowness(read(run)).ranks == [], "one rank today: nobody waits"
+
+
+def test_a_closing_that_fails_is_one_line_and_the_run_stays_as_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = prepared_run(tmp_path / "run", updates=12)
+    log = run / "training_contract_rank0.jsonl"
+    log.write_text(log.read_text().replace('"fill": ', '"fill": "half", "was": '))
+    config = Config(run_dir=str(run), callbacks=CallbacksConfig(report=True))
+    print_closing(config, interrupted=False)
+    (warning, directory) = capsys.readouterr().out.splitlines()
+    assert warning.startswith("warning: no closing report: TypeError: ")
+    assert directory == f"run directory: {run}"
+
+
 @pytest.mark.parametrize(
     ("kind", "words", "advice"),
     [
@@ -111,6 +145,20 @@ def test_the_slowest_update_has_its_reason(tmp_path: Path) -> None:
     assert (step, seconds) == (41, pytest.approx(6.1, abs=0.1))
     assert reason.startswith("rollout took +3.1 s over its median of 0.9")
     assert "responses were 3.5 times as long as usual" in reason
+
+
+def test_without_its_settings_a_run_is_not_said_to_pack_nothing(tmp_path: Path) -> None:
+    run = prepared_run(tmp_path / "run", updates=12)
+    (run / ".hydra" / "config.yaml").unlink()
+    assert line_of(read(run), "Packing").found == "packs are 91% full"
+    (run / ".hydra" / "config.yaml").write_text("packing:\n  kind: none\n")
+    assert line_of(read(run), "Packing").found == "off: one sample a forward"
+
+
+def test_skews_of_lent_experts_are_those_of_ranks() -> None:
+    slots = np.array([3, 1, 0, 4]).reshape(1, 1, 4, 1)  # two ranks of two slots: 4 and 4
+    found = Forecast(loads=slots, layers=(1,), slots=2).compare(slots)
+    assert (found["layer_skew"], found["layer_skew_before"]) == ([1.0], None)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +263,28 @@ def test_two_runs_are_compared_with_the_settings_and_metrics_that_only_one_has(
     assert found["grad/norm"][1] is None
     assert found["packing/fill"] == (0.91, 0.91)
     assert ["seed", None, 7] in data["settings_differ"]
+    assert (data["name"], data["other"]["name"]) == ("healthy", "other")
+
+
+@pytest.mark.parametrize(("name", "full"), [("second", False), ("first", True)])
+def test_compared_runs_of_one_name_are_named_by_their_directories(
+    tmp_path: Path, name: str, full: bool
+) -> None:
+    paths = [tmp_path / "a" / "first", tmp_path / "b" / name]
+    for path in paths:
+        prepared_run(path, updates=12)
+        (path / ".hydra" / "config.yaml").write_text("run_name: same\n")
+    data = data_of(write_report(paths[0], compare=paths[1], path=tmp_path / "both.html"))
+    assert [data["name"], data["other"]["name"]] == [str(path) if full else path.name for path in paths]
+
+
+def test_a_reward_that_is_not_finite_is_unknown_in_the_page(tmp_path: Path) -> None:
+    run = prepared_run(tmp_path / "run", updates=12)
+    path = run / "samples" / "step-12.parquet"
+    rows = [row | {"reward": math.nan, "advantage": math.inf} for row in pq.read_table(path).to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+    samples = [one for one in data_of(write_report(run))["samples"] if one["step"] == 12]
+    assert {(one["reward"], one["advantage"]) for one in samples} == {(None, None)}
 
 
 def test_a_sweep_is_one_page_with_what_its_jobs_differ_in(tmp_path: Path) -> None:

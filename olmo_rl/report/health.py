@@ -254,11 +254,11 @@ def check_packing(record: RunRecord) -> Health:
     if fill is None:
         return _unknown("Packing", "no packing/fill")
     skew = recent(record, "packing/expert_dispatch_skew_mean")
-    packed = record.settings.get("packing.kind") not in (None, "none")
-    found = f"packs are {fill:.0%} full" if packed else "off: one sample a forward"
+    off = record.settings.get("packing.kind") == "none"  # unknown without the settings of the run
+    found = "off: one sample a forward" if off else f"packs are {fill:.0%} full"
     if skew is not None:
         found += f", the busiest expert-parallel rank gets {skew:.2f} times the mean"
-    if not packed and record.settings:
+    if off:
         return Health(
             title="Packing",
             level="warn",

@@ -145,7 +145,7 @@ function expertsSection(data) {
     const last = loads[loads.length - 1];
     const layers = last.layers.map((layer) => `layer ${layer}`);
     if (last.after) {
-      const before = last.before || last.after;
+      const before = last.before || (last.planned ? last.after.map(() => null) : last.after);
       content.push(heatMap(
         `Busiest over mean destination in update ${last.step}` + (last.planned ? "" : ": the order of arrival was kept"),
         ["order of arrival", "as trained"], layers.map((name, i) => [name, [before[i], last.after[i]]]), (v) => v - 1, show));
@@ -174,6 +174,8 @@ function mismatchSection(data) {
 
 function tokensOf(sample) {
   if (!sample.pieces) return [sample.response ?? "(no text recorded)"];
+  const more = sample.tokens - sample.pieces.length;  // pieces are kept of the first tokens alone
+  const end = more > 0 ? [el("span", { class: "dim" }, ` [${show(more)} more tokens]`)] : [];
   return sample.pieces.map((piece, i) => {
     const gap = sample.gaps[i];
     if (gap === null || gap === undefined) return el("span", { class: "dim" }, piece);
@@ -181,7 +183,7 @@ function tokensOf(sample) {
     const tone = gap < 0 ? "var(--below)" : "var(--above)";
     return el("span", { class: "token", style: `background: rgba(${tone}, ${(0.75 * depth).toFixed(3)})`,
       title: `trainer - engine ${show(gap)} nats` }, piece === "" ? "\u220e" : piece);
-  });
+  }).concat(end);
 }
 
 function sampleCard(sample) {

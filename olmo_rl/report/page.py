@@ -202,7 +202,7 @@ def expert_data(record: RunRecord) -> dict[str, Any]:
             "observed": event["observed"],
             "before": event.get("layer_skew_before"),
             "after": event.get("layer_skew"),
-            "planned": step in record.schedules,
+            "planned": record.schedules.get(step, {}).get("search") is not None,
         }
         for step, event in sorted(record.balances.items())
     ]
@@ -235,6 +235,7 @@ def sample_data(record: RunRecord) -> list[dict[str, Any]]:
             {name: _plain(value) for name, value in row.items() if name not in ("pieces", "gaps")}
             | {"pieces": row["pieces"], "gaps": gaps}
             | {name: _cut(row[name]) for name in ("prompt", "response")}
+            | {name: _rounded(row[name]) for name in ("reward", "advantage")}
         )
     return found
 

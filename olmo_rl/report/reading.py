@@ -106,6 +106,14 @@ def read_run(path: Path, *, key: str, status: str | None = None) -> RunRecord:
     return record
 
 
+def name_apart(record: RunRecord, other: RunRecord) -> None:
+    """Name two runs with an equal `run_name` by their directories, in place."""
+    if record.name == other.name:
+        alike = record.path.resolve().name == other.path.resolve().name
+        for one in (record, other):
+            one.name = str(one.path) if alike else one.path.resolve().name
+
+
 def read_columns(path: Path, *, notes: list[str]) -> dict[str, NDArray[np.float64]]:
     """The columns of a metrics.csv; a torn last line is left out, and noted."""
     nothing: dict[str, NDArray[np.float64]] = {"step": np.zeros(0)}

@@ -102,13 +102,16 @@ def phases_of(record: RunRecord) -> dict[str, NDArray[np.float64]]:
 
 
 def ranks_of(record: RunRecord) -> list[RankTimes]:
-    """What each rank did; nothing for a run of one."""
+    """What each rank did since the run has its present world size; nothing for a run of one."""
     first = record.times.get(0, {})
-    settled = sorted(first)[WARM_UP:] or sorted(first)
-    began = np.array([first[step]["began"] for step in settled if len(first[step].get("began", [])) > 1])
-    busy = np.array([first[step]["busy"] for step in settled if len(first[step].get("busy", [])) > 1])
-    if began.ndim != 2 or busy.shape != began.shape:
+    clocked = [step for step in sorted(first) if "began" in first[step] and "busy" in first[step]]
+    sizes = {step: (len(first[step]["began"]), len(first[step]["busy"])) for step in clocked}
+    alike = [step for step in clocked if sizes[step] == sizes[clocked[-1]]]
+    if not alike or sizes[alike[-1]][0] < 2 or len(set(sizes[alike[-1]])) > 1:
         return []
+    settled = alike[WARM_UP:] or alike
+    began = np.array([first[step]["began"] for step in settled])
+    busy = np.array([first[step]["busy"] for step in settled])
     late = began - began.min(axis=1, keepdims=True)
     found = []
     for rank in range(began.shape[1]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from olmo_rl.report.page import page_of, sweep_page, write_page
-from olmo_rl.report.reading import RunRecord, is_run, jobs_of, read_run
+from olmo_rl.report.reading import RunRecord, is_run, jobs_of, name_apart, read_run
 from olmo_rl.types import Refusal
 
 NAME = "report.html"
@@ -23,6 +23,8 @@ def write_report(run: Path, *, compare: Path | None = None, path: Path | None = 
     else:
         record = read_run(run, key="run")
         other = None if compare is None else read_run(compare, key="compare")
+        if other is not None:
+            name_apart(record, other)
         page = page_of(record, other=other)
     write_page(page, target, key=f"run={run}" if path is None else f"report_path={path}")
     return target

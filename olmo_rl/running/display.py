@@ -155,7 +155,7 @@ class ProgressDisplay(Callback):
     """The display of a trainer, on rank 0 alone; of its updates, `total` in all."""
 
     def __init__(self, *, label: str, total: int, console: Console | None = None) -> None:
-        self._shown = Shown(label=label, total=total)
+        self.shown = Shown(label=label, total=total)
         self._console = Console() if console is None else console
         self._live: Live | None = None
         self._progress: Progress | None = None
@@ -167,11 +167,9 @@ class ProgressDisplay(Callback):
         """Start before weights are loaded, which takes minutes for large ones."""
         if not trainer.is_global_zero:
             return
-        self._shown.started = self._ended = time.monotonic()
+        self.shown.started = self._ended = time.monotonic()
         if not self._console.is_terminal:
-            print(
-                f"{self._shown.label} {trainer.global_step}/{self._shown.total}  loading weights", flush=True
-            )
+            print(f"{self.shown.label} {trainer.global_step}/{self.shown.total}  loading weights", flush=True)
             return
         self._progress = current()
         if self._progress is None:  # a run of one rank reports to nobody else
@@ -184,11 +182,11 @@ class ProgressDisplay(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._shown.done, self._ended = trainer.global_step, time.monotonic()
+        self.shown.done, self._ended = trainer.global_step, time.monotonic()
 
     def _picture(self) -> Group:
         """The lines of this moment, cut to the width of the terminal."""
-        shown, width = self._shown, self._console.width
+        shown, width = self.shown, self._console.width
         lines = [head_of(shown, progress=self._progress, now=time.monotonic())]
         if shown.values:
             lines += [f"{figures_of(shown.values)}  {spark(list(shown.rewards))}", seconds_of(shown.values)]
@@ -203,12 +201,12 @@ class ProgressDisplay(Callback):
     ) -> None:
         if not trainer.is_global_zero:
             return
-        module, shown, now = cast(PolicyModule, pl_module), self._shown, time.monotonic()
+        module, shown, now = cast(PolicyModule, pl_module), self.shown, time.monotonic()
         moved = trainer.global_step > shown.done
         if moved:
             shown.seconds.append(now - self._ended)
         shown.done, self._ended = trainer.global_step, now
-        shown.values |= module.logged
+        shown.values = shown.values | module.logged  # a new one: the thread that draws walks through the old
         if moved and "reward/mean" in module.logged:
             shown.rewards.append(module.logged["reward/mean"])
         shown.sample = _response(module) or shown.sample
@@ -216,7 +214,7 @@ class ProgressDisplay(Callback):
             self._print(module)
 
     def _print(self, module: PolicyModule) -> None:
-        shown = self._shown
+        shown = self.shown
         if module.result is None:
             skipped = f"nothing to train on, {module.skipped_updates} updates skipped"
             print(f"{shown.label} {shown.done}/{shown.total}  {skipped}", flush=True)
@@ -231,9 +229,17 @@ class ProgressDisplay(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop as well: Lightning tears nothing down where a fit raises."""
+        self._stop()
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
             self._console.print(self._picture())
 
 
