@@ -96,7 +96,7 @@ IN_THE_LIBRARY = {"olmo_rl.environments.plain", "olmo_rl.environments.chat_loop"
 USES_TORCH = {"torch", "lightning", "torchtitan", "fla", "triton", "safetensors.torch"}
 MAX_LINES = 400
 # A table: every key with its description, read by section.
-LONGER = {"olmo_rl/config.py": 1500}
+LONGER = {"olmo_rl/config.py": 1510}
 
 
 def module_name(path: Path) -> str:
