@@ -38,14 +38,12 @@ MUTATIONS = {
     ),
     "expert gradients times the expert-parallel degree": Mutation(
         file="policy/titan.py",
-        old="x_RD, local_part(self.w1_EFD), local_part(self.w2_EDF), local_part(self.w3_EFD), offsets",
-        new="x_RD,\n"
-        "            *(\n"
-        "                local_part(p) * ep - (local_part(p) * (ep - 1)).detach()\n"
-        "                for p in (self.w1_EFD, self.w2_EDF, self.w3_EFD)\n"
-        "                for ep in [p.device_mesh.size() if hasattr(p, 'device_mesh') else 1]\n"
-        "            ),\n"
-        "            offsets,",
+        old="w1, w2, w3 = (local_part(w) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))",
+        new="w1, w2, w3 = (\n"
+        "            local_part(w) * ep - (local_part(w) * (ep - 1)).detach()\n"
+        "            for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)\n"
+        "            for ep in [w.device_mesh.size() if hasattr(w, 'device_mesh') else 1]\n"
+        "        )",
         rules=frozenset({"topology", "experts"}),
     ),
     "routes of tails are zero": Mutation(
