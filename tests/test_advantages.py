@@ -93,6 +93,47 @@ def test_the_branches_of_an_episode_count_once_and_share_its_advantage() -> None
     assert [sample.advantage for sample in samples[:3]] == [0.0, 0.0, 0.0]
 
 
+@given(data=st.data())
+def test_an_episode_of_two_branches_is_one_vote_in_every_baseline(data: st.DataObject) -> None:
+    """The oracles know episodes alone: one reward each, less the divergence of all its trained tokens."""
+    size = data.draw(st.integers(1, 6))
+    rewards = data.draw(st.lists(st.sampled_from([0.0, 0.1, 1.0, math.nan]), min_size=size, max_size=size))
+    groups = data.draw(st.lists(st.sampled_from(["a", "b"]), min_size=size, max_size=size))
+    drift = data.draw(st.lists(st.sampled_from([0.0, 0.5, -2.0]), min_size=2 * size, max_size=2 * size))
+    cut = data.draw(st.lists(st.sampled_from(["stop", "length"]), min_size=2 * size, max_size=2 * size))
+    everyone, normalize = data.draw(st.booleans()), data.draw(st.booleans())
+    order = data.draw(st.permutations(range(2 * size)))
+    votes = [everyone or cut[2 * e : 2 * e + 2] == ["stop", "stop"] for e in range(size)]
+    shaped = [reward - 0.125 * (drift[2 * e] + drift[2 * e + 1]) for e, reward in enumerate(rewards)]
+    expected = {
+        AdvantageKind.rloo: rloo_advantages(shaped, groups, votes=votes),
+        AdvantageKind.batch: batch_advantages(shaped, votes=votes),
+    }
+    if everyone:
+        expected[AdvantageKind.group] = group_advantages(shaped, groups, normalize=normalize)
+    for kind, values in expected.items():
+        samples = make_samples(
+            [reward for reward in rewards for _ in range(2)],
+            [group for group in groups for _ in range(2)],
+            finish=cut,
+        )
+        for place, sample in enumerate(samples):
+            sample.episode = f"e{place // 2}"
+        config = LossConfig(
+            advantage=kind,
+            truncated_votes=everyone,
+            normalize_advantages=normalize or kind is not AdvantageKind.group,
+            kl_reward_coef=0.125,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assign_advantages(
+                [samples[i] for i in order], config=config, divergences=np.array([drift[i] for i in order])
+            )
+        twice = [value for value in values for _ in range(2)]
+        assert [sample.advantage for sample in samples] == pytest.approx(twice, abs=1e-12)
+
+
 def test_only_groups_of_one_is_a_loud_warning() -> None:
     samples = make_samples([1.0, 0.0], ["a", "b"])
     with pytest.warns(UserWarning, match="all 2 groups hold one sample"):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import heapq
 import importlib.util
 import os
+import select
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from bounds import BOUND_SECONDS
@@ -24,11 +34,21 @@ from olmo_rl.collections.environment_source import (
     notes_of,
     task_at,
 )
-from olmo_rl.config import Config, EnvironmentConfig, RolloutsConfig
+from olmo_rl.config import (
+    Config,
+    EnvironmentConfig,
+    OnVerifierFailure,
+    OverlongPrompt,
+    Recipe,
+    RolloutsConfig,
+)
 from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.environments.byte_tokenizer import write_byte_tokenizer
-from olmo_rl.environments.environment import Start
+from olmo_rl.environments.environment import GRACE_SECONDS, Environment, Start
+from olmo_rl.environments.process import Events, _run
+from olmo_rl.environments.records import episode_record
 from olmo_rl.policy.engine import LocalEngine, Request
+from olmo_rl.refusals import refusals
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.environments import EnvironmentProcess, Ready
 from olmo_rl.rollouts.serving.hosted import HostedEngine
@@ -37,7 +57,9 @@ from olmo_rl.training.strategy import ExpertParallelStrategy
 from olmo_rl.types import Refusal, Sample
 
 
-def test_a_process_that_is_killed_is_named_in_every_wait(tmp_path: Path) -> None:
+@contextmanager
+def process_at(directory: Path) -> Iterator[EnvironmentProcess]:
+    """The process of an environment that nobody installed."""
     start = Start(
         taskset="games",
         env="",
@@ -49,18 +71,159 @@ def test_a_process_that_is_killed_is_named_in_every_wait(tmp_path: Path) -> None
         timeout_seconds=5.0,
         concurrency=2,
         tokenizer="bytes",
-        directory=str(tmp_path),
+        directory=str(directory),
     )
     process = EnvironmentProcess(start, token="t", start_seconds=BOUND_SECONDS, stall_seconds=BOUND_SECONDS)
-    os.kill(process.pid, signal.SIGKILL)
-    waits = [process.loaded, process.serve("http://127.0.0.1:9/v1"), process.run([(0, "training", 0)])]
-    for wait in waits:
-        with pytest.raises(Refusal) as refused:
-            wait.result(BOUND_SECONDS)
-        assert str(refused.value) == (
-            f"environment.taskset=games: the environment process (pid {process.pid}) ended by SIGKILL"
-        )
-    process.close()
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def test_a_process_that_is_killed_is_named_in_every_wait(tmp_path: Path) -> None:
+    with process_at(tmp_path) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        waits = [process.loaded, process.serve("http://127.0.0.1:9/v1"), process.run([(0, "training", 0)])]
+        for wait in waits:
+            with pytest.raises(Refusal) as refused:
+                wait.result(BOUND_SECONDS)
+            assert str(refused.value) == (
+                f"environment.taskset=games: the environment process (pid {process.pid}) ended by SIGKILL"
+            )
+
+
+def test_episodes_behind_those_of_earlier_batches_have_the_time_that_these_may_take(tmp_path: Path) -> None:
+    sizes = (9, 1, 4, 0)
+    with process_at(tmp_path) as process:
+        os.kill(process.pid, signal.SIGSTOP)  # before it can say that there is no such environment
+        began, first = time.monotonic(), 0
+        for size in sizes:
+            process.run([(slot, "training", 0) for slot in range(first, first + size)])
+            first += size
+        ends = [batch.ends - began for batch in process._batches]
+        os.kill(process.pid, signal.SIGKILL)
+    free, last = [0.0, 0.0], []  # two at once, first come first served, each as long as it may take
+    for size in sizes[:3]:
+        for _ in range(size):
+            over = heapq.heappop(free) + 2 * 5.0 + GRACE_SECONDS
+            heapq.heappush(free, over)
+        last.append(over)
+    assert last == [200.0, 200.0, 280.0]
+    assert len(ends) == 3, "nothing is awaited for no episode"
+    for end, least in zip(ends, last, strict=True):
+        assert least < end < least + 2 * 60.0, "a bound, and no tighter than the episodes"
+
+
+def test_events_that_cannot_be_read_end_every_wait(tmp_path: Path) -> None:
+    with process_at(tmp_path) as process:
+        process._take = lambda event: [][1]  # type: ignore[method-assign,assignment]
+        for wait in (process.loaded, process.run([(0, "training", 0)])):
+            with pytest.raises(Refusal, match="games: its events cannot be read: IndexError"):
+                wait.result(BOUND_SECONDS)
+
+
+def odd_episode(**changes: Any) -> Any:
+    """An episode of one trace as the library has it, with attributes of `changes`."""
+    trace = SimpleNamespace(
+        id="t",
+        agent=SimpleNamespace(name="agent", trainable=True),
+        ok=True,
+        is_timeout=False,
+        is_truncated=False,
+        errors=[],
+        rewards={},
+        metrics={},
+        num_turns=1,
+        info={},
+        task=SimpleNamespace(data=SimpleNamespace(prompt_text="?")),
+        last_reply="!",
+        nodes=[],
+        branches=[],
+    )
+    vars(trace).update(changes)
+    return SimpleNamespace(ok=True, is_timeout=False, errors=[], traces=[trace])
+
+
+def test_an_episode_without_a_record_is_one_that_failed_and_says_why() -> None:
+    episodes = [
+        odd_episode(metrics={"m": "many"}),
+        odd_episode(num_turns=2**70),
+        odd_episode(last_reply="half \ud83d", errors=[SimpleNamespace(type="E", message="\udc00")]),
+    ]
+
+    class Played(Environment):
+        def __init__(self) -> None: ...
+
+        async def record(self, slot: int, side: str, number: int) -> dict[str, Any]:
+            return episode_record(episodes[number], slot=slot)
+
+    async def play(events: Events) -> None:
+        for slot in range(len(episodes)):
+            await _run(Played(), events, slot, "training", slot)
+
+    read, write = os.pipe()
+    asyncio.run(play(Events(write)))
+    os.close(write)
+    with os.fdopen(read, "rb") as file:
+        number, huge, text = [event["record"] for event in msgpack.Unpacker(file)]
+    assert (number["slot"], number["ok"], number["traces"]) == (0, False, [])
+    assert number["faults"] == ["no record of it: ValueError: could not convert string to float: 'many'"]
+    assert (huge["slot"], huge["ok"]) == (1, False)
+    assert "OverflowError" in huge["faults"][0]
+    assert text["ok"]
+    assert (text["traces"][0]["reply"], text["traces"][0]["faults"]) == ("half ?", ["E: ?"])
+
+
+SUPERVISOR = [sys.executable, "-m", "olmo_rl.environments.supervisor"]
+PROGRAM = """
+import os, subprocess, sys, time
+subprocess.Popen(["sh", "-c", "sleep 300 & wait"], close_fds=False, start_new_session=True)
+os.write(int(sys.argv[1]), b"u")
+time.sleep(float(sys.argv[2]))
+sys.exit(7)
+"""
+OWNER = """
+import os, subprocess, sys, time
+written, fork, command = int(sys.argv[1]), sys.argv[2] == "fork", sys.argv[3:]
+life, held = os.pipe()
+command[3] = str(life)
+subprocess.Popen(command, pass_fds=(life, written), start_new_session=True)
+os.close(written)
+if fork and os.fork() == 0:
+    os.close(life)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "life", "owner", "fork"])
+def test_programs_in_sessions_of_their_own_end_with_what_started_them(how: str) -> None:
+    """All of them inherit one end of a pipe, which tells when the last is gone. `how`: the program ends, its
+    owner asks for the end, or is killed, or is killed while a fork of it holds its end of `life`.
+    """
+    read, written = os.pipe()
+    life, held = os.pipe()
+    program = [sys.executable, "-c", PROGRAM, str(written), "0" if how == "ends" else "300"]
+    command = [*SUPERVISOR, str(life), "", *program]
+    if how in ("owner", "fork"):
+        command = [sys.executable, "-c", OWNER, str(written), how, *command]
+    process = subprocess.Popen(command, pass_fds=(written, life), start_new_session=True)
+    os.close(written)
+    os.close(life)
+    try:
+        assert os.read(read, 1) == b"u"
+        if how == "life":
+            os.close(held)
+        elif how != "ends":
+            process.kill()
+        assert select.select([read], [], [], BOUND_SECONDS)[0]
+        assert os.read(read, 1) == b"", "every program is gone"
+        assert process.wait(BOUND_SECONDS) == (7 if how == "ends" else -signal.SIGKILL)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        os.close(read)
+        if how != "life":
+            os.close(held)
 
 
 def test_a_run_without_the_library_is_refused_with_the_command_that_installs_it(
@@ -70,6 +233,25 @@ def test_a_run_without_the_library_is_refused_with_the_command_that_installs_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Refusal, match=r"pip install -c constraints.txt -e '.\[environments\]'"):
         open_environment(Config(environment=EnvironmentConfig(taskset="games")))
+
+
+def test_every_key_that_no_environment_reads_is_refused_by_name() -> None:
+    config = Config(environment=EnvironmentConfig(taskset="games"))
+    config.task.eval_problems, config.task.eval_interval = 7, 3
+    assert not [line for line in refusals(config) if "no effect with environment.taskset" in line]
+    task, asked = config.task, config.evaluation
+    task.path, task.name, task.verifier_seconds, task.set_aside = "p", "n", 2.0, 2
+    task.parameters = task.verifier = task.verifiers = task.rewards = {"a": 1}
+    task.overlong, task.on_verifier_failure = OverlongPrompt.leave_out, OnVerifierFailure.leave_out
+    asked.sets, asked.samples, config.rollouts.length_penalty = {"more": 1}, 2, 1.0
+    (line,) = [line for line in refusals(config) if "no effect with environment.taskset" in line]
+    for name in ("path", "name", "verifier_seconds", "set_aside", "parameters", "verifier", "verifiers"):
+        assert f"task.{name}=" in line
+    for name in ("task.rewards", "task.overlong", "task.on_verifier_failure", "evaluation.sets"):
+        assert f"{name}=" in line
+    assert "evaluation.samples=2 rollouts.length_penalty=1.0: no effect" in line
+    config.recipe = Recipe.evaluate
+    assert any("recipe=evaluate: only train and rollout play episodes" in line for line in refusals(config))
 
 
 def test_every_task_comes_once_a_pass_in_an_order_of_its_own() -> None:

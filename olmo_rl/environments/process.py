@@ -1,8 +1,8 @@
 """The environment process: the verifiers library with its tasks, tools and rewards, in one event loop.
 
 `python -m olmo_rl.environments.process COMMANDS EVENTS` reads commands from one file descriptor and writes
-events to the other, as MessagePack. It ends when its commands end, and with its parent. A beat every second
-shows that the loop turns: code of an environment that blocks it stops the beats.
+events to the other, as MessagePack. It ends when its commands end, and with its supervisor. A beat every
+second shows that the loop turns: code of an environment that blocks it stops the beats.
 
 Commands: {start}, {serve: url}, {run: [[slot, side, task], ...]}, {demonstrate: tasks}. Events: {beat},
 {loaded}, {serving}, {record}, {demonstrations}, {fault}, which ends the process. `side`: training or held-out
@@ -23,6 +23,7 @@ from typing import Any
 import msgpack
 
 from olmo_rl.environments.environment import Environment, Start, one_line
+from olmo_rl.environments.records import failed_record
 from olmo_rl.types import Refusal
 
 BEAT_SECONDS = 1.0
@@ -38,18 +39,27 @@ class Events:
 
     async def send(self, **event: Any) -> None:
         """Write one event; a thread waits where the pipe is full."""
-        frame = msgpack.packb(event)
+        await self.send_frame(packed(**event))
+
+    async def send_frame(self, frame: bytes) -> None:
+        """Write what is packed already."""
         async with self._lock:
             await asyncio.to_thread(self._write, frame)
 
     def send_now(self, **event: Any) -> None:
         """Write one event from outside the loop."""
-        self._write(msgpack.packb(event))
+        self._write(packed(**event))
 
     def _write(self, frame: bytes) -> None:
         view = memoryview(frame)
         while view:
             view = view[os.write(self._descriptor, view) :]
+
+
+def packed(**event: Any) -> bytes:
+    """One event as bytes. Text of an environment may hold what UTF-8 has no code for, which becomes "?"."""
+    frame: bytes = msgpack.packb(event, unicode_errors="replace")
+    return frame
 
 
 async def _serve(commands: int, events: Events) -> None:
@@ -105,7 +115,12 @@ class _Stack:
 
 
 async def _run(environment: Environment, events: Events, slot: int, side: str, number: int) -> None:
-    await events.send(record=await environment.record(slot, side, number))
+    """Play one episode and send its record: where an environment's objects make none, one that says why."""
+    try:
+        frame = packed(record=await environment.record(slot, side, number))
+    except Exception as error:  # whatever code of the environment raises, or returns where a number belongs
+        frame = packed(record=failed_record(slot, fault=f"no record of it: {one_line(error)}"))
+    await events.send_frame(frame)
 
 
 async def _beat(events: Events) -> None:
@@ -115,7 +130,7 @@ async def _beat(events: Events) -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends; the end of the commands does so elsewhere."""
+    """Have the kernel end this process when its supervisor is killed; else that ends it and its programs."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from olmo_rl.config import Config, Recipe, Source
-from olmo_rl.refusals.rule import Rule
+from olmo_rl.refusals.rule import KEYS, Rule, changed
 
 _PLAYS = (Recipe.train, Recipe.rollout, Recipe.validate, Recipe.check)
+_READ = ("task.kind", "task.eval_problems", "task.eval_interval")  # the kind is that of the group
+_UNREAD = (
+    "task",
+    *(name for name in KEYS if name.startswith("task.") and name not in _READ),
+    *(name for name in KEYS if name.startswith("evaluation.")),
+    "rollouts.length_penalty",
+    "rollouts.length_buffer",
+)
 
 
 def _is_set(config: Config) -> bool:
@@ -46,9 +54,10 @@ ENVIRONMENT = (
         ),
     ),
     Rule(
-        keys="task.chat environment.taskset",
-        refuses="an environment makes its own conversations",
-        fix="set task.chat=false",
-        when=lambda c: _is_set(c) and c.task.chat,
+        keys=" ".join(_UNREAD),
+        refuses="no effect with environment.taskset: prompts, rewards and evaluation are the environment's",
+        fix="leave their defaults, or environment.taskset=null",
+        when=lambda c: _is_set(c) and c.recipe in _PLAYS,
+        select=changed,
     ),
 )

@@ -1,8 +1,9 @@
 """The environment process as rank 0 holds it: started, asked, watched, ended.
 
-A thread reads its events. Whatever ends the process, or keeps its event loop from turning for
+A thread reads its events. Whatever ends the process or the thread, or keeps its event loop from turning for
 `stall_seconds`, is a Refusal that names it, in every call that waits and in every later one. Calls return
-futures or have limits; none waits inside a collective.
+futures or have limits; none waits inside a collective. A supervisor between both ends every program that an
+environment started, also where this process is killed.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from typing import Any
 
 import msgpack
 
-from olmo_rl.environments.environment import GRACE_SECONDS, TOKEN_VARIABLE, Start
+from olmo_rl.environments.environment import GRACE_SECONDS, TOKEN_VARIABLE, Start, one_line
 from olmo_rl.environments.process import MAX_FRAME_BYTES
 from olmo_rl.types import Refusal
 
 Record = dict[str, Any]
 Episode = tuple[int, str, int]  # slot, side, number of the task
+_SUPERVISOR = "olmo_rl.environments.supervisor"
 _POLL = 1.0  # seconds between looks at the clock
 _MARGIN_SECONDS = 60.0
+_END_SECONDS = 5.0  # for the process to end by itself, and for its supervisor to end what it started
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +78,20 @@ class EnvironmentProcess:
         self._serves = False
         commands, self._commands = os.pipe()
         self._events, events = os.pipe()
+        owned, life = os.pipe()
+        self._life: int | None = life  # open as long as this process lives and has not ended the other one
+        passed = [str(commands), str(events)]
+        serve = [sys.executable, "-m", "olmo_rl.environments.process", *passed]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "olmo_rl.environments.process", str(commands), str(events)],
-            pass_fds=(commands, events),
+            [sys.executable, "-m", _SUPERVISOR, str(owned), ",".join(passed), *serve],
+            pass_fds=(commands, events, owned),
             stdin=subprocess.DEVNULL,
             stdout=2,  # what environments print goes where their faults go
             env=_variables(token),
             start_new_session=True,
         )
-        os.close(commands)
-        os.close(events)
+        for descriptor in (commands, events, owned):
+            os.close(descriptor)
         self.loaded: Future[Ready] = self._call(
             "loaded", seconds=start_seconds, late=self._slow_start, start=asdict(start)
         )
@@ -118,34 +125,47 @@ class EnvironmentProcess:
     def run(self, episodes: Sequence[Episode]) -> Future[list[Record]]:
         """The records of all these episodes in their order, or a Refusal once they can no longer come."""
         future: Future[list[Record]] = Future()
-        rounds = -(-len(episodes) // self._start.concurrency)
-        seconds = rounds * (2 * self._start.timeout_seconds + GRACE_SECONDS) + _MARGIN_SECONDS
         slots = tuple(slot for slot, _, _ in episodes)
-        batch = _Batch(slots=slots, ends=time.monotonic() + seconds, records={}, future=future)
         with self._lock:
             if self._failure is not None:
                 future.set_exception(self._failure)
                 return future
+            # Episodes begin in the order in which they were asked for: earlier batches come first.
+            open_ones = sum(len(batch.slots) - len(batch.records) for batch in self._batches)
+            ends = time.monotonic() + self._seconds(open_ones + len(slots))
+            batch = _Batch(slots=slots, ends=ends, records={}, future=future)
             self._batches.append(batch)
         if episodes:
             self._send(run=[list(episode) for episode in episodes])
         self._complete(batch)
         return future
 
+    def _seconds(self, episodes: int) -> float:
+        """The longest that so many episodes take, `environment.concurrency` of them at once."""
+        rounds = -(-episodes // self._start.concurrency)
+        return rounds * (2 * self._start.timeout_seconds + GRACE_SECONDS) + _MARGIN_SECONDS
+
     def close(self) -> None:
         """End the process and whatever it started."""
         with suppress(OSError):
             os.close(self._commands)
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5.0)
+            self._process.wait(timeout=_END_SECONDS)
         self._kill()
         self._thread.join()
 
     def _kill(self) -> None:
-        """End its session: tools are in it."""
+        """Have the supervisor end everything; end its session, where it does not."""
+        with self._lock:
+            life, self._life = self._life, None
+        if life is not None:
+            os.close(life)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_SECONDS)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_SECONDS)
 
     def _call(self, answer: str, *, seconds: float, late: str, **command: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -164,7 +184,20 @@ class EnvironmentProcess:
                 frame = frame[os.write(self._commands, frame) :]
 
     def _read(self) -> None:
-        """Take events until there are no more; then everybody who waits learns why."""
+        """Take events until there are no more; then everybody who waits learns why, whatever it was."""
+        try:
+            why = self._watched()
+        except Exception as error:  # it would leave every wait without an end
+            why = Refusal(f"{self._name}: its events cannot be read: {one_line(error)}")
+            why.__cause__ = error
+        try:
+            os.close(self._events)
+            self._kill()
+        finally:
+            self._fail(why)
+
+    def _watched(self) -> Refusal:
+        """Take events until the process ends or must; the reason."""
         unpacker = msgpack.Unpacker(max_buffer_size=MAX_FRAME_BYTES)
         heard = time.monotonic()
         why: Refusal | None = None
@@ -173,16 +206,15 @@ class EnvironmentProcess:
             if readable:
                 chunk = os.read(self._events, 2**20)
                 if not chunk:
-                    break
+                    return self._ended()
                 heard = time.monotonic()
                 unpacker.feed(chunk)
                 for event in unpacker:
                     why = why or self._take(event)
+            elif self._process.poll() is not None:  # the supervisor was killed, and what it ran was not
+                return self._ended()
             why = why or self._overdue(heard)
-        os.close(self._events)
-        if why is not None:
-            self._kill()
-        self._fail(why or self._ended())
+        return why
 
     def _take(self, event: Mapping[str, Any]) -> Refusal | None:
         """Note one event; the Refusal where it ends everything."""
@@ -237,7 +269,10 @@ class EnvironmentProcess:
         )
 
     def _ended(self) -> Refusal:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return Refusal(f"{self._name}: the environment process (pid {self.pid}) sends nothing more")
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return Refusal(f"{self._name}: the environment process (pid {self.pid}) ended {how}")
 

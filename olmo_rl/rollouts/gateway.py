@@ -7,9 +7,11 @@ asked like any request of `RemoteEngine`: of the ready engine with the fewest re
 that fails; while weights are published it waits. A client that leaves ends its request at the engine.
 
 A slot fixes how its tokens are drawn: calls that ask for other sampling are refused, because such tokens
-cannot be trained. Random numbers follow from the slot, the session's place in it and the prompt alone, so
-neither the order nor the time of arrival changes them. Every answered call leaves the version of its weights,
-by the tokens that the engine read and wrote.
+cannot be trained. Random numbers follow from the slot, the session's place in it and the prompt alone:
+neither the order nor the time of arrival changes them where agents of one episode play one after another. A
+session's place is that of its first call among those of its slot, so agents that play at once draw by who
+asks first. Every answered call leaves the version of its weights, by the tokens that the engine read and
+wrote.
 
 Refused with status 400 and a reason: bodies that make no sense, unknown slots, prompts beyond the context,
 more calls of a session than allowed. An engine that refuses a request, or no engine for too long, is the

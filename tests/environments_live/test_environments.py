@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -309,6 +309,31 @@ def test_the_end_of_the_process_is_named_in_every_wait(tmp_path: Path, name: str
         assert time.monotonic() - began < 30 + 5
         with pytest.raises(Refusal, match="odd_games"):
             world.process.run([(slots[0], TRAINING, task)]).result(BOUND_SECONDS)
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below this one, children first."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(path.parent.name)] = int(parent)
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def test_tool_servers_end_with_an_environment_process_that_is_killed(tmp_path: Path) -> None:
+    with played(start_of("calculator_tool", tmp_path, max_turns=2)) as world:
+        world.play(range(2))
+        worker, *tools = descendants(world.process.pid)
+        assert any(os.getsid(tool) != world.process.pid for tool in tools), "in sessions of their own"
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(Refusal, match="ended by SIGKILL"):
+            world.process.run([(0, TRAINING, 0)]).result(BOUND_SECONDS)
+        assert not [tool for tool in tools if Path(f"/proc/{tool}").exists()]
 
 
 @pytest.mark.parametrize(
