@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from warm_python import forked_commands
 
 # Before torch is imported, here and in every process that a test starts: two cores, several processes. What
@@ -20,6 +21,9 @@ os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / "outputs" / ".cache" / "inductor")
 )
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# How fast examples are drawn and run is a measure of the machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 # A suite under nohup must not hand its ignored SIGHUP on to processes that a test signals.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # A suite that runs inside a SLURM job or under torchrun must not believe that it is one of the ranks.
