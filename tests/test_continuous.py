@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,23 @@ from typing import Any
 import pytest
 import torch
 from bounds import BOUND_SECONDS
-from engine_cases import MODEL_KEYS, StandIn, client_of, listening, local_engine, server_of
+from engine_cases import MODEL_KEYS, StandIn, listening, local_engine, server_of
 from engine_proxy import Proxy
 from launched import train_on_two_ranks
 from lightning.pytorch import Callback
 
 from olmo_rl.cli import run as run_command
 from olmo_rl.collections.group_queue import Group, Ticket
-from olmo_rl.collections.group_requests import GroupRequests, ages_of
+from olmo_rl.collections.group_requests import ages_of
 from olmo_rl.collections.step_facts import Ledger, lag_facts
-from olmo_rl.config import Config, RolloutsConfig, Source
-from olmo_rl.data.tokenizers import ByteTokenizer
 from olmo_rl.policy.engine import Generation
 from olmo_rl.policy.weights import read_weights
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
 from olmo_rl.tasks.kinds import AdditionTask
-from olmo_rl.types import Sample
+from olmo_rl.tasks.problems import Problem
+from olmo_rl.tasks.rewards import Judged
+from olmo_rl.types import Refusal, Sample
 
 GROUPS, SIZE = 4, 2  # of a step, of a group
 CONTINUOUS = ("rollouts.mode=continuous", "rollouts.max_lag=1")
@@ -237,8 +237,10 @@ def test_engines_that_stay_away_are_refused_with_their_reason(
 
 
 def test_an_engine_that_takes_requests_and_never_answers_is_not_waited_for_without_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("olmo_rl.collections.continuous.patience_of", lambda rollouts: 1.5)
+
     async def never(body: dict[str, Any]) -> Any:
         await asyncio.sleep(BOUND_SECONDS)
 
@@ -247,8 +249,34 @@ def test_an_engine_that_takes_requests_and_never_answers_is_not_waited_for_witho
         short = ("rollouts.wait_seconds=0.5", "rollouts.timeout_seconds=1", "rollouts.retries=9")
         assert train(url, *CONTINUOUS, *short, "trainer.max_steps=2", "rollouts.served_model=policy") == 2
     found = capsys.readouterr().err
-    assert "no group was finished for" in found
+    assert "no request was answered for" in found
     assert f"update 1 has 0 of {GROUPS} groups, {2 * GROUPS} are under way: look at the engines" in found
+
+
+def test_a_broken_verifier_costs_no_answer_once_it_is_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = AdditionTask.judge
+
+    def broken(self: AdditionTask, problem: Problem, responses: Sequence[str]) -> list[Judged]:
+        raise Refusal("the verifier is broken")
+
+    with proxy_of() as (proxy, url):
+        Watch.calls = {0: lambda: monkeypatch.setattr(AdditionTask, "judge", broken)}
+        assert train(url, *CONTINUOUS, "trainer.max_steps=3") == 2
+        assert "the verifier is broken" in capsys.readouterr().err
+        assert len(SAMPLES) < 3, "the last groups are asked for when step 1 is drawn"
+        saved = torch.load(complete_checkpoints("outputs/here")[-1] / "meta.pt", weights_only=True)
+        queue = saved["RolloutDataModule"]["queue"]["queue"]
+        assert any(len(group["samples"]) == SIZE for group in queue["under_way"]), "whole, and not judged"
+        kept = sum(len(group["samples"]) for group in [*queue["under_way"], *queue["finished"]])
+        missing = (3 - len(SAMPLES)) * GROUPS * SIZE - kept
+        monkeypatch.setattr(AdditionTask, "judge", judge)
+        asked = proxy.calls["/v1/completions"]
+        assert train(url, *CONTINUOUS, "trainer.max_steps=3", "ckpt_path=last") == 0
+        assert proxy.calls["/v1/completions"] - asked == missing
+    assert len(SAMPLES) == 3
+    check_counts()
 
 
 def test_a_step_that_no_answer_fills_ends_with_the_attempts_and_the_skips(
@@ -304,26 +332,6 @@ def test_two_ranks_share_the_groups_and_train_each_once(tmp_path: Path) -> None:
     )
     assert total("asked") == total("received") == 3 * GROUPS * SIZE
     assert max(row["rollouts/max_lag"] for row in rows()) <= 1
-
-
-def test_the_end_of_the_thread_that_asks_engines_is_reported_and_not_waited_for() -> None:
-    async def never(body: dict[str, Any]) -> Any:
-        await asyncio.sleep(BOUND_SECONDS)
-
-    stand_in = StandIn(reply=never)
-    with listening(stand_in.application()) as url, client_of(url) as engine:
-        engine.publish("weights", 0)
-        config = Config(rollouts=RolloutsConfig(source=Source.vllm, urls=[url], group_size=2))
-        task = AdditionTask(Config().task, seed=0)
-        requests = GroupRequests(config, engine=engine, task=task, tokenizer=ByteTokenizer())
-        ticket = Ticket(index=0, position=0)
-        requests.ask([Group(ticket=ticket, version=0)], problems={ticket: task.problems(1, seed=0)[0]})
-        assert requests.report().fault is None
-        engine._loop.call_soon_threadsafe(engine._loop.stop)
-        engine._thread.join(BOUND_SECONDS)
-        assert requests.report().fault == "RuntimeError: the thread that asks engines has ended"
-        engine._thread = threading.Thread(target=engine._loop.run_forever, daemon=True)
-        engine._thread.start()  # to be closed
 
 
 def test_tokens_count_by_the_version_that_wrote_them() -> None:

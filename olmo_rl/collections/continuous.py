@@ -4,8 +4,9 @@ when finished groups fill it.
 Ranks share the groups: each asks for its own and judges their answers (group_requests.py). At every step they
 exchange what was finished, and decide on equal queues (group_queue.py) what is asked for, cancelled, taken;
 only the problems come from rank 0. While a step waits for answers, ranks exchange again and again: none is
-inside a collective for longer than a lap for the sake of an engine. The wait ends in a Refusal when no group
-was finished anywhere for `rollouts.wait_seconds` + `rollouts.timeout_seconds`.
+inside a collective for longer than a lap for the sake of an engine. The wait ends in a Refusal when no
+request ended anywhere for as long as one is granted: `rollouts.wait_seconds`, and `rollouts.timeout_seconds`
+for each of its attempts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from olmo_rl.collections.group_queue import Group, GroupQueue, Ticket
 from olmo_rl.collections.group_requests import GroupRequests, Report
 from olmo_rl.collections.planner import StepPlanner
 from olmo_rl.collections.step_facts import Ledger, lag_facts, prediction
-from olmo_rl.config import Config, Overdue, OverlongPrompt
+from olmo_rl.config import Config, Overdue, OverlongPrompt, RolloutsConfig
 from olmo_rl.data.advantages import assign_advantages, filter_samples
 from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.tasks.order import PromptOrder, Taken
@@ -95,11 +96,12 @@ class ContinuousSource:
         facts = describe(drawn) | lag_facts(taken, step=step)
         facts |= {
             "rollouts/samples": float(len(drawn)),
-            "rollouts/lag_predicted": expected,
             "rollouts/trainer_idle_s": waited,
             "rollouts/queued": float(len(self._queue.finished)),
             "batch/left_out": 0.0,
         }
+        if expected is not None:
+            facts["rollouts/lag_predicted"] = expected
         for name, epoch in self._order.epochs.items():
             facts["rollouts/epoch" + (f"/{name}" if name else "")] = epoch
         notes = self._starving(step, awaited=awaited)
@@ -125,32 +127,37 @@ class ContinuousSource:
             if queue.is_ready(step):
                 return awaited
             awaited = max(awaited, queue.awaited(step) if len(queue.finished) >= self._groups else 0)
-            quiet = reports[0].quiet  # of one clock, so that all ranks decide alike
-            patience = self._config.rollouts.wait_seconds + self._config.rollouts.timeout_seconds
-            if quiet > patience:
+            quiet = min(report.quiet for report in reports)  # the same on all ranks, which decide alike
+            if quiet > (patience := patience_of(self._config.rollouts)):
                 raise Refusal(
-                    f"rollouts.urls: no group was finished for {quiet:.0f} s (rollouts.wait_seconds + "
-                    f"rollouts.timeout_seconds = {patience:g}): update {step + 1} has {len(queue.finished)} "
-                    f"of {self._groups} groups, {len(queue.under_way)} are under way: look at the engines"
+                    f"rollouts.urls: no request was answered for {quiet:.0f} s (rollouts.wait_seconds + "
+                    f"(rollouts.retries + 1) x rollouts.timeout_seconds = {patience:g}): update {step + 1} "
+                    f"has {len(queue.finished)} of {self._groups} groups, {len(queue.under_way)} are under "
+                    "way: look at the engines"
                 )
             self._requests.wait(LAP_SECONDS)
             reports = self._exchange(step)
 
     def _exchange(self, step: int) -> list[Report]:
-        """Bring together what all ranks have finished. A collective of all ranks."""
-        gathered = self._strategy.gather_objects(outcome(self._requests.report))
-        reports = together(gathered)
+        """Bring together what all ranks have finished, then raise on all of them what was refused at one. A
+        collective of all ranks.
+        """
+        reports = self._bring_together(step)
+        together([report if report.refusal is None else report.refusal for report in reports])
         faults = [report.fault for report in reports if report.fault is not None]
         if faults:
             raise RuntimeError(f"requests to engines ended: {faults[0]}")
+        return reports
+
+    def _bring_together(self, step: int) -> list[Report]:
+        """Bring together what all ranks have finished, whatever was refused. A collective of all ranks."""
+        reports: list[Report] = self._strategy.gather_objects(self._requests.report())
         self._ledger.add(
             [report.counts for report in reports],
             [report.activity for report in reports],
             urls=self._config.rollouts.urls,
         )
         arrived = [(at, rank, group) for rank, report in enumerate(reports) for at, group in report.finished]
-        if arrived:
-            self._requests.start_waiting()
         for _, _, group in sorted(arrived, key=lambda item: (item[0], item[1])):
             self._arrive(group)
         for report in reports:
@@ -271,10 +278,10 @@ class ContinuousSource:
 
     def queue_state(self, *, step: int) -> dict[str, Any]:
         """What a checkpoint needs beside: the queue in its order, answers of groups under way, counts. A
-        collective of all ranks.
+        collective of all ranks. Raises no Refusal of a request or a verifier: the next step does.
         """
         if not self._begun:  # else nothing happened since a checkpoint was loaded
-            self._exchange(step)
+            self._bring_together(step)
         gathered = self._strategy.gather_objects(self._requests.partial)
         partial = {group.ticket: group for groups in gathered for group in groups}
         partial |= {group.ticket: group for group in self._begun}
@@ -299,11 +306,11 @@ class ContinuousSource:
 
     def _ask_again(self, step: int) -> None:
         """Ask for what was under way when the checkpoint was saved."""
-        begun, self._begun = self._begun, []
-        for group in begun:
+        for group in self._begun:
             self._queue.resume(group, version=step)
             group.version = self._queue.under_way[group.ticket]
-        self._hand_out(begun)
+        self._hand_out(self._begun)
+        self._begun = []  # not before: their answers would be lost where problems are refused
 
     def _new_queue(self, *, index: int) -> GroupQueue:
         rollouts = self._config.rollouts
@@ -325,6 +332,11 @@ def refuse_lost_queue(state: Mapping[str, Any] | None) -> None:
             f"rollouts.mode=collections: the queue of ckpt_path has {len(groups)} finished groups, which "
             "this run would not train: set rollouts.mode=continuous, or start a new run with init_from"
         )
+
+
+def patience_of(rollouts: RolloutsConfig) -> float:
+    """Seconds that one request is granted: for all of its attempts, and for engines that are gone."""
+    return rollouts.wait_seconds + (rollouts.retries + 1) * rollouts.timeout_seconds
 
 
 def _whole_groups(group_size: int, *, ranks: int) -> int:

@@ -2,7 +2,8 @@
 
 Owns futures and nothing that ranks share: what is asked, cancelled and given up is decided by all ranks
 together (continuous.py), from what this reports. Groups are judged when they are whole, in the thread
-that trains.
+that trains. What refuses a request or a verdict is reported as a value: other groups, and the answers of
+its own group, remain.
 """
 
 from __future__ import annotations
@@ -26,22 +27,27 @@ from olmo_rl.rollouts.engines import RemoteEngine
 from olmo_rl.rollouts.occupancy import Activity, Occupancy
 from olmo_rl.rollouts.requests import Counts
 from olmo_rl.tasks.problems import Problem, Task
+from olmo_rl.types import Refusal
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Begun:
-    """A group under way: its answers so far, and the requests that have none."""
+    """A group under way: its answers so far, and the requests that have none. `error`: why it cannot be
+    finished in this process.
+    """
 
     group: Group
     problem: Problem
     futures: dict[int, Future[Generation | None]] = field(default_factory=dict)
+    error: Refusal | RuntimeError | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Report:
     """What happened at one rank since its last report. `finished`: whole groups with the wall clock at which
-    they were found; `failed`: groups with a request that no engine answers; `quiet`: seconds since any group
-    was finished here; `fault`: why no answer will come any more.
+    they were found; `failed`: groups with a request that no engine answers; `quiet`: seconds since any
+    request ended here; `refusal`: the first one of a request or a verifier, in every report from then on;
+    `fault`: why no answer will come any more.
     """
 
     finished: list[tuple[float, Group]]
@@ -49,6 +55,7 @@ class Report:
     counts: dict[str, float]
     activity: Activity
     quiet: float
+    refusal: Refusal | None
     fault: str | None
 
 
@@ -106,60 +113,82 @@ class GroupRequests:
         self._news.wait(seconds)
 
     def report(self) -> Report:
-        """Collect and judge what has been answered. Raises the Refusal of a request, or of a verifier."""
+        """Collect and judge what has been answered. Raises nothing for a request or a verifier: checkpoints
+        are saved after a Refusal, too.
+        """
         self._news.clear()
-        finished, failed, fault = [], [], None
+        finished, failed = [], []
+        errors: list[Refusal | RuntimeError] = []
         before = self._task.counts
         try:
             self._engine.check_alive()
-            for ticket, begun in list(self._begun.items()):
-                whole = self._collect(begun)
-                if whole is False:
-                    failed.append(ticket)
-                    self.cancel(ticket)
-                elif whole:
-                    finished.append((time.time(), self._begun.pop(ticket).group))
-        except RuntimeError as error:  # of ours: every rank ends with it
-            fault = f"{type(error).__name__}: {error}"
+        except RuntimeError as error:
+            errors.append(error)
+        for ticket, begun in list(self._begun.items()):
+            answered = self._collect(begun)
+            whole = self._judge(begun)
+            if begun.error is not None:
+                errors.append(begun.error)
+            elif not answered:
+                failed.append(ticket)
+                self.cancel(ticket)
+            elif whole:
+                finished.append((time.time(), self._begun.pop(ticket).group))
         for name, count in self._task.counts.items():
             self._counts[name] += count - before[name]
-        if finished or failed:
+        if self._counts["received"] or self._counts["abandoned"]:
             self._latest = time.monotonic()
         self._counts["retried"] += self._attempts.retried
         self._attempts.retried = 0
         counts, self._counts = {name: float(count) for name, count in self._counts.items()}, Counter()
+        faults = [error for error in errors if not isinstance(error, Refusal)]  # of ours: every rank ends
         return Report(
             finished=finished,
             failed=failed,
             counts=counts,
             activity=self._occupancy.read(),
             quiet=time.monotonic() - self._latest,
-            fault=fault,
+            refusal=next((error for error in errors if isinstance(error, Refusal)), None),
+            fault=f"{type(faults[0]).__name__}: {faults[0]}" if faults else None,
         )
 
-    def _collect(self, begun: Begun) -> bool | None:
-        """Take the answers that came; True where the group is whole, False where it never will be."""
-        group = begun.group
+    def _collect(self, begun: Begun) -> bool:
+        """Take the answers that came; False where one of the group never will. A request that was refused
+        stays open, as one that a resumed run asks again.
+        """
+        group, answered = begun.group, True
         for number, future in list(begun.futures.items()):
             if not future.done():
                 continue
-            generation = future.result()
+            try:
+                generation = future.result()
+                if generation is not None:
+                    sample = unjudged(
+                        generation,
+                        group=group.ticket.name,
+                        id=f"{group.ticket.name}-s{number}",
+                        problem=begun.problem,
+                        tokenizer=self._tokenizer,
+                    )
+                    group.add(number, sample, ages=ages_of(generation))
+            except (Refusal, RuntimeError) as error:
+                begun.error = error
+                continue
             del begun.futures[number]
             self._counts["abandoned" if generation is None else "received"] += 1
-            if generation is None:
-                return False
-            sample = unjudged(
-                generation,
-                group=group.ticket.name,
-                id=f"{group.ticket.name}-s{number}",
-                problem=begun.problem,
-                tokenizer=self._tokenizer,
-            )
-            group.add(number, sample, ages=ages_of(generation))
-        if begun.futures:
-            return None
-        samples = [group.samples[number] for number in sorted(group.samples)]
-        judge_together(samples, problem=begun.problem, task=self._task, rollouts=self._rollouts)
+            answered = answered and generation is not None
+        return answered
+
+    def _judge(self, begun: Begun) -> bool:
+        """Give a whole group its rewards, once; False where it is not whole or has none."""
+        if begun.error is not None or len(begun.group.samples) < self._rollouts.group_size:
+            return False
+        samples = [begun.group.samples[number] for number in sorted(begun.group.samples)]
+        try:
+            judge_together(samples, problem=begun.problem, task=self._task, rollouts=self._rollouts)
+        except (Refusal, RuntimeError) as error:
+            begun.error = error
+            return False
         return True
 
     def cancel(self, ticket: Ticket) -> None:

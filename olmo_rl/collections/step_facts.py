@@ -48,11 +48,6 @@ class Ledger:
         self.window += window
         self.engine_idle += idle
 
-    def spread(self, group_size: int) -> float:
-        """Of a group's requests; 1 until an answer came."""
-        found = spread(self.durations, group_size=group_size)
-        return 1.0 if found is None else found
-
     def utilisation(self, slots: int) -> float | None:
         """Share of all slots for requests that were in use; None where no time passed."""
         return self.request_seconds / (self.window * slots) if self.window > 0 else None
@@ -92,12 +87,17 @@ def lag_facts(groups: Sequence[Group], *, step: int) -> dict[str, float]:
 
 def prediction(
     ledger: Ledger, *, under_way: int, queued: int, group_size: int, samples_per_step: int, max_lag: int
-) -> float:
-    """The lag that requests `under_way` at a publication and `queued` groups let expect."""
+) -> float | None:
+    """The lag that requests `under_way` at a publication and `queued` groups let expect; None until an answer
+    came, since nobody knows how long one takes.
+    """
+    found = spread(ledger.durations, group_size=group_size)
+    if found is None:
+        return None
     return predicted_lag(
         under_way=under_way,
         queued=queued * group_size,
-        spread=ledger.spread(group_size),
+        spread=found,
         samples_per_step=samples_per_step,
         max_lag=max_lag,
     )
