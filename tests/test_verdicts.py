@@ -17,7 +17,7 @@ from composing import ROOT
 from training_cases import samples_of
 
 from olmo_rl.cli import run as run_command
-from olmo_rl.collections.collecting import _describe
+from olmo_rl.collections.collecting import describe
 from olmo_rl.data.means import Mean, shown
 from olmo_rl.run_directory import complete_checkpoints
 from olmo_rl.running.metrics_csv import read_metrics
@@ -117,9 +117,9 @@ def test_rewards_that_nobody_knows_have_no_mean() -> None:
     samples = samples_of()
     for sample in samples:
         sample.reward = math.nan
-    assert "reward/mean" not in _describe(samples)
+    assert "reward/mean" not in describe(samples)
     samples[0].reward = 0.5
-    assert _describe(samples)["reward/mean"] == np.float64(0.5)
+    assert describe(samples)["reward/mean"] == np.float64(0.5)
 
 
 def test_a_verifier_that_fails_ends_the_run_as_a_refusal_and_what_was_trained_is_saved(
