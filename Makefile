@@ -1,5 +1,5 @@
 # make train   a tiny hybrid MoE learns 2-digit addition on this machine's CPU (about four minutes on two idle cores, and two for the set-up)
-# make test    the tests (about thirteen minutes on two cores)
+# make test    the tests (about fifteen minutes on two cores)
 # make test-services  tests under a SLURM of their own and in a Chromium (apt-get install slurm-wlm munge chromium; about six
 #              minutes), and those of environments of the verifiers library
 # make test-engines   the loop against a real vLLM on this CPU (3 GB into build/engines, about twenty minutes)
