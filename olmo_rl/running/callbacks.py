@@ -123,6 +123,18 @@ def log_known(module: LightningModule, name: str, value: float | None) -> None:
         module.log(name, value, batch_size=1)
 
 
+def results_before(config: Config, *, step: int) -> dict[int, float | None]:
+    """Accuracies by update of the run that this one continues, from its contract log, up to update `step`;
+    empty for a new run.
+    """
+    path = Path(config.run_dir) / "training_contract_rank0.jsonl"
+    if config.ckpt_path is None or not path.is_file():
+        return {}
+    with path.open(encoding="utf-8") as lines:
+        found = evaluations_of(map(json.loads, lines))
+    return {update: value for update, value in found.items() if update <= step}
+
+
 class Evaluation(Callback):
     """Held-out problems answered before the first update, every `task.eval_interval` updates, and at the end.
 
@@ -140,11 +152,7 @@ class Evaluation(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take accuracies of the run that this one continues from its contract log, up to its checkpoint."""
-        path = Path(self._config.run_dir) / "training_contract_rank0.jsonl"
-        if self._config.ckpt_path is not None and path.is_file():
-            with path.open(encoding="utf-8") as lines:
-                found = evaluations_of(map(json.loads, lines))
-            self.results = {step: value for step, value in found.items() if step <= trainer.global_step}
+        self.results = results_before(self._config, step=trainer.global_step)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

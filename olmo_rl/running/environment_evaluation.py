@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from olmo_rl.chosen_checkpoint import evaluations_of
 from olmo_rl.collections.environment_source import HeldOutEpisodes
 from olmo_rl.config import Config
-from olmo_rl.running.callbacks import ContractLog, evaluation_due, log_known
+from olmo_rl.running.callbacks import ContractLog, evaluation_due, log_known, results_before
 
 
 class EnvironmentEvaluation(Callback):
@@ -29,11 +26,7 @@ class EnvironmentEvaluation(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take scores of the run that this one continues from its contract log, up to its checkpoint."""
-        path = Path(self._config.run_dir) / "training_contract_rank0.jsonl"
-        if self._config.ckpt_path is not None and path.is_file():
-            with path.open(encoding="utf-8") as lines:
-                found = evaluations_of(map(json.loads, lines))
-            self.results = {step: value for step, value in found.items() if step <= trainer.global_step}
+        self.results = results_before(self._config, step=trainer.global_step)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
