@@ -85,7 +85,7 @@ def open_environment(config: Config) -> OpenedEnvironment | None:
 
 
 def start_of(config: Config) -> Start:
-    """What the process is told."""
+    """What the process receives."""
     environment = config.environment
     assert environment.taskset is not None, "a run without an environment opens none"
     return Start(

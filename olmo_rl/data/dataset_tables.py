@@ -1,6 +1,6 @@
 """Tables of Hugging Face datasets: a directory that datasets saved, or a name on the Hub. No torch here.
 
-Refuses what cannot be read, by key, and says where the Hub is not reachable.
+Refuses what cannot be read, by key, and reports a Hub that is not reachable.
 """
 
 from __future__ import annotations

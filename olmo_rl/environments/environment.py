@@ -34,7 +34,7 @@ TRAINING, HELD_OUT = "training", "held_out"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """What the process is told at its start; fields of the same names are keys of `environment`."""
+    """What the process receives at its start; fields of the same names are keys of `environment`."""
 
     taskset: str
     env: str

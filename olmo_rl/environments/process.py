@@ -115,7 +115,7 @@ class _Stack:
 
 
 async def _run(environment: Environment, events: Events, slot: int, side: str, number: int) -> None:
-    """Play one episode and send its record: where an environment's objects make none, one that says why."""
+    """Play one episode and send its record: where an environment's objects make none, one with the reason."""
     try:
         frame = packed(record=await environment.record(slot, side, number))
     except Exception as error:  # whatever code of the environment raises, or returns where a number belongs

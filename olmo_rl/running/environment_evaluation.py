@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from olmo_rl.collections.environment_source import HeldOutEpisodes
 from olmo_rl.config import Config
+from olmo_rl.progress import note_phase
 from olmo_rl.running.callbacks import ContractLog, evaluation_due, log_known, results_before
 
 
@@ -43,6 +44,7 @@ class EnvironmentEvaluation(Callback):
             log_known(pl_module, "eval/accuracy", self._evaluate(trainer))
 
     def _evaluate(self, trainer: Trainer) -> float | None:
+        note_phase("evaluate")
         score, metrics = self._episodes.score(step=trainer.global_step)
         self.results[trainer.global_step] = score
         self._contract.write(

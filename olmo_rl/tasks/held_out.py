@@ -30,7 +30,7 @@ class HeldOut:
 
 def held_out_sets(config: Config, *, own: Task | None, tokenizer: Tokenizer) -> list[HeldOut]:
     """The task's own problems where `task.eval_problems` asks for some, then every named set: as many
-    `problems` as it says, or all rows of its file.
+    its `problems`, or all rows of its file.
     """
     found = []
     if own is not None and config.task.eval_problems:

@@ -61,7 +61,7 @@ def entry_config(entry: object, *, base: TaskConfig, where: str, further: Sequen
 
 
 def set_config(entry: object, *, base: TaskConfig, where: str) -> TaskConfig:
-    """The task of an entry of `evaluation.sets`; `eval_problems` are as many as it says, 0: all rows."""
+    """The task of an entry of `evaluation.sets`; `eval_problems` is its `problems`, 0: all rows."""
     task = entry_config(entry, base=base, where=where, further=("problems",))
     assert isinstance(entry, Mapping), "else it was refused"
     count = entry.get("problems")

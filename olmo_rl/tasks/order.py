@@ -98,7 +98,7 @@ class PromptOrder:
         )
 
     def advance(self, taken: Taken) -> None:
-        """Go on behind what `take` gave; every rank is told the same."""
+        """Go on behind what `take` gave; every rank gets the same."""
         del self.returned[: taken.given_back]
         self.place = taken.behind
 
